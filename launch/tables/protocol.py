@@ -12,25 +12,24 @@ import itertools
 import json
 import pathlib
 import shutil
-import signal
 import tempfile
 import time
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from data import files
-from fedjax_pfl import json_text, metric_kinds
+from fedjax_pfl import json_text
 from launch import compare
-from launch.config import registry, schema, sweep
+from launch.config import registry, sweep
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
 from launch.machine import processes
-from launch.run import loop, stop, summaries
+from launch.run import summaries
 from launch.show import derived, looks
-from launch.tables import cells, estimates, store
+from launch.tables import cells, estimates, store, trials, tuning
 
 if TYPE_CHECKING:
     from launch.show import table
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
 STUDY, PACKED = store.STUDY, "study of methods"
 _TABLES = ("md", "tex")
-_IN_PYTHON = "given in Python"
 # A study as a file, see `read`
 _OPTIONS = {"options?": dict, str: json_text.NOTHING}
 FILE = {
@@ -53,32 +51,6 @@ FILE = {
     "metrics?": [str],
     str: json_text.NOTHING,
 }
-
-
-class Trial(NamedTuple):
-    """A run of a study: its folder below `runs`, its options, and these as JSON."""
-
-    name: str
-    options: dict[str, Any]
-    key: dict[str, Any]
-
-
-class Choice(NamedTuple):
-    """What validation rows chose for a row of a study.
-
-    Attributes:
-        options: The values of the tuned options, {} if none is.
-        metric, value: The validation metric and its best mean over seeds, "" if there
-            are no validation rows.
-        is_fine_tuned: Whether fine-tuning is better than none, for a row that may.
-        edges: The tuned options whose best value is the least or largest of several.
-    """
-
-    options: dict[str, Any]
-    metric: str = ""
-    value: float = 0.0
-    is_fine_tuned: bool = False
-    edges: tuple[str, ...] = ()
 
 
 class Study:
@@ -106,7 +78,7 @@ class Study:
         self.metrics = list(given.get("metrics", ()))
         self.options = dict(given.get("common", {}).get("options", {}))
         self._bases = _bases(given["rows"])
-        self._given = _shown(given)
+        self._given = trials.as_json(given)
         self._check()
         self._is_opened, self._temporary = is_opened, None
         if not folder:
@@ -118,7 +90,7 @@ class Study:
         self._tuned: dict[str, dict[str, Any]] = {}
         self._hashes: dict[str, dict[str, str]] = {}
         self._records: dict[str, Record] = {}
-        self._choices: dict[tuple[str, str], Choice] = {}
+        self._choices: dict[tuple[str, str], tuning.Choice] = {}
         self._prepare(is_opened)
 
     def _check(self) -> None:
@@ -159,7 +131,7 @@ class Study:
         if path.is_file():
             held = _held(path)
             is_same = held["given"] == self._given
-            if is_opened or (is_same and not _is_of_python(self._given)):
+            if is_opened or (is_same and not trials.is_of_python(self._given)):
                 found = held["prepared"]
                 self._options, self._tuned, self._hashes, self.notes = found
                 return
@@ -175,7 +147,14 @@ class Study:
             self.notes += [n for n in compared.notes if n not in self.notes]
             self._options[setting], of_rows = dict(compared.options), {}
             for base, made in compared.items():
-                of_rows[base] = self._tuned_by(made, compared.options[base], base)
+                own = self._bases[base]
+                free = {n: v for n, v in self.tune.items() if n not in own}
+                of_rows[base] = tuning.ways(free, made, own["algo"])
+                self.notes += [
+                    f"{base} has its own {n} and is not tuned in it"
+                    for n in self.tune
+                    if n in own
+                ]
                 hashes = {"data": made.examples_sha256, "own": made.own_sha256}
                 self._hashes[setting] = self._hashes.get(setting, {}) | {base: hashes}
             self._tuned[setting] = of_rows
@@ -185,55 +164,37 @@ class Study:
                 raise ValueError(f"study: tune: no method has the option {name}")
         self.folder.mkdir(parents=True, exist_ok=True)
         prepared = self._options, self._tuned, self._hashes, self.notes
-        body = {"study": PACKED, "given": self._given, "prepared": _shown(prepared)}
+        body = {
+            "study": PACKED,
+            "given": self._given,
+            "prepared": trials.as_json(prepared),
+        }
         finished.write_text(path, json.dumps(body, indent=1, sort_keys=False) + "\n")
-
-    def _tuned_by(
-        self, made: Experiment, options: Mapping[str, Any], base: str
-    ) -> dict[str, list[str]]:
-        """The options of `tune` that a method has: by a sweep, and by single runs."""
-        own = self._bases[base]
-        known = registry.fields_of(own["algo"])
-        common = schema.names(schema.IDENTITY) | schema.names(schema.EXECUTION)
-        out: dict[str, list[str]] = {"sweep": [], "runs": []}
-        for name, values in self.tune.items():
-            if name not in known:
-                continue
-            if name in own:
-                self.notes.append(f"{base} has its own {name} and is not tuned in it")
-                continue
-            kind = "sweep"
-            try:
-                sweep.of(sweep.text({name: values}), made.hparams, common)
-            except ValueError:
-                kind = "runs"
-            out[kind].append(name)
-        return out
 
     def _trial(
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
-    ) -> Trial:
+    ) -> trials.Trial:
         """A run with more options; `label` ends its name."""
         names = [cells.slug(one).replace("/", "-") for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
-        key = _shown(given | {"hashes": self._hashes[setting][base]})
-        return Trial("/".join(names) + label, given, key)
+        key = trials.as_json(given | {"hashes": self._hashes[setting][base]})
+        return trials.Trial("/".join(names) + label, given, key)
 
-    def tuning(self, setting: str, base: str) -> list[Trial]:
+    def tuning(self, setting: str, base: str) -> list[trials.Trial]:
         """The trials that tune a method, [] if there is nothing to tune."""
         swept, single = (self._tuned[setting][base][kind] for kind in ("sweep", "runs"))
         if not swept and not single:
             return []
         line = sweep.text({name: self.tune[name] for name in swept}) if swept else ""
-        trials = []
+        out = []
         for values in itertools.product(*(self.tune[name] for name in single)):
             one = dict(zip(single, values, strict=True))
             label = "".join(f",{n}={v}" for n, v in one.items()).replace("/", "-")
             more = {"num_seeds": self.tune_seeds, "sweep": line, **one}
-            trials.append(self._trial(setting, base, f".tune{label}", more))
-        return trials
+            out.append(self._trial(setting, base, f".tune{label}", more))
+        return out
 
-    def choice(self, setting: str, row: str) -> Choice | None:
+    def choice(self, setting: str, row: str) -> tuning.Choice | None:
         """What validation rows chose for a row, None before its trials are finished.
 
         A row is tuned by the metric that it shows: a method by `val_client_accuracy`
@@ -243,32 +204,21 @@ class Study:
         """
         if (setting, row) in self._choices:
             return self._choices[setting, row]
-        base, found = row.removesuffix(FINE_TUNED), []
-        trials = self.tuning(setting, base)
-        for trial in trials:
+        base, points = row.removesuffix(FINE_TUNED), []
+        every = self.tuning(setting, base)
+        for trial in every:
             if not self.is_finished(trial):
                 return None
             done = finished.read(self._path(trial))
             fixed = {n: trial.options[n] for n in self._tuned[setting][base]["runs"]}
-            found += [(fixed, part) for part in done.get("sweep", [done])]
-        if not trials:
-            return Choice({}, is_fine_tuned=row != base)
-        best: Choice | None = None
-        for fixed, part in [one for one in found if not one[1]["diverged"]] or found:
-            options, metrics = fixed | part.get("point", {}), part["metrics"]
-            for name, is_fine_tuned in _choosing(metrics, row != base):
-                sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
-                value = metrics[name]["mean"]
-                if best is None or sign * value > sign * best.value:
-                    edges = tuple(
-                        n
-                        for n, chosen in options.items()
-                        if len(self.tune[n]) > 1 and chosen in _ends(self.tune[n])
-                    )
-                    best = Choice(options, name, value, is_fine_tuned, edges)
-        return self._choices.setdefault((setting, row), best)
+            for part in done.get("sweep", [done]):
+                points.append((fixed | part.get("point", {}), part))
+        found = tuning.Choice({}, is_fine_tuned=row != base)
+        if every:
+            found = tuning.best(points, self.tune, row != base)
+        return self._choices.setdefault((setting, row), found)
 
-    def final(self, setting: str, row: str) -> Trial | None:
+    def final(self, setting: str, row: str) -> trials.Trial | None:
         """The trial with all seeds at the best point, None before that is known."""
         base, chosen = row.removesuffix(FINE_TUNED), self.choice(setting, row)
         if chosen is None:
@@ -283,16 +233,16 @@ class Study:
         """(setting, method) pairs, each of which one process runs."""
         return [(s, base) for s in self.settings for base in self._bases]
 
-    def _finals(self, setting: str, base: str) -> list[Trial | None]:
+    def _finals(self, setting: str, base: str) -> list[trials.Trial | None]:
         """The last trials of a method and of its fine-tuned row, each once."""
         rows = [r for r in (base, base + FINE_TUNED) if r in self.rows] or [base]
         found = [self.final(setting, row) for row in rows]
         return list({one.name if one else "": one for one in found}.values())
 
-    def _path(self, trial: Trial) -> pathlib.Path:
+    def _path(self, trial: trials.Trial) -> pathlib.Path:
         return self.folder / "runs" / trial.name
 
-    def is_finished(self, trial: Trial) -> bool:
+    def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options."""
         path = self.folder / "cells" / f"{trial.name}.json"
         try:
@@ -323,15 +273,14 @@ class Study:
         """
         found = []
         for setting, base in self._units():
-            trials = self.tuning(setting, base)
+            first = self.tuning(setting, base)
             points = 1
             for name in self._tuned[setting][base]["sweep"]:
                 points *= len(self.tune[name])
-            variants = [points * self.tune_seeds] * len(trials)
+            variants = [points * self.tune_seeds] * len(first)
             variants += [self.seeds] * len(self._finals(setting, base))
-            done = [one for one in trials if self.is_finished(one)]
-            finals = [one for one in self._finals(setting, base) if one]
-            done += [one for one in finals if self.is_finished(one)]
+            known = [*first, *filter(None, self._finals(setting, base))]
+            done = [one for one in known if self.is_finished(one)]
             options = self._trial(setting, base, "", {"num_seeds": 1}).options
             name = ", ".join(filter(None, [base, setting]))
             found.append(estimates.of(experiment(**options), name, variants, len(done)))
@@ -369,8 +318,8 @@ class Study:
             )
         self.failed, self._shows = [], progress
         for setting, base in self._units()[index - 1 :: count]:
-            tuning = self.tuning(setting, base)
-            if not all([self._run(one, progress, cell_timeout) for one in tuning]):
+            first = self.tuning(setting, base)
+            if not all([self._run(one, progress, cell_timeout) for one in first]):
                 continue
             for final in self._finals(setting, base):
                 self._run(final, progress, cell_timeout)
@@ -391,12 +340,12 @@ class Study:
         elif is_warning:
             warnings.warn(line, stacklevel=4)
 
-    def choices(self) -> list[tuple[str, str, Choice]]:
+    def choices(self) -> list[tuple[str, str, tuning.Choice]]:
         """(row, setting, choice) of all rows that are tuned so far."""
         every = [(r, s, self.choice(s, r)) for s in self.settings for r in self.rows]
         return [one for one in every if one[2] and one[2].metric]
 
-    def _run(self, trial: Trial, progress: bool, cell_timeout: float) -> bool:
+    def _run(self, trial: trials.Trial, progress: bool, cell_timeout: float) -> bool:
         """Runs a trial unless it is finished; returns whether it is finished now."""
         if self.is_finished(trial):
             return True
@@ -423,7 +372,7 @@ class Study:
         finished.write_text(path, json.dumps(body, indent=1, sort_keys=True) + "\n")
         return True
 
-    def _equal(self, trial: Trial) -> Trial | None:
+    def _equal(self, trial: trials.Trial) -> trials.Trial | None:
         """A finished trial with the same options under another name."""
         for unit in self._units():
             for one in [*self.tuning(*unit), *self._finals(*unit)]:
@@ -432,24 +381,16 @@ class Study:
                         return one
         return None
 
-    def _trained(self, trial: Trial, progress: bool, cell_timeout: float) -> bool:
+    def _trained(self, trial: trials.Trial, progress: bool, minutes: float) -> bool:
         """Runs or continues a trial's run; False if its time was over."""
-        path = self._path(trial)
         made = self._experiment(trial)
-        asked = stop.Stop(twice_interrupts=False)
-        limit = _Limit(asked, 60 * cell_timeout)
-        with made.folder as folder:
-            if folder.open() is None:
-                others = [limit] if cell_timeout else []
-                made.train(asked, folder, progress=progress, others=others)
-        if not made.is_over and limit.is_over:
+        if not trials.train(made, progress, minutes):
             self._say(f"{trial.name}: its time is over after round {made.round}")
             return False
-        if asked:
-            raise KeyboardInterrupt(f"stopped in {trial.name}; run() continues")
         if made.config.sweep:
             # Only the choice is read.
-            shutil.rmtree(path / finished.CHECKPOINTS, ignore_errors=True)
+            path = self._path(trial) / finished.CHECKPOINTS
+            shutil.rmtree(path, ignore_errors=True)
         return True
 
     def runs(self, setting: str = "") -> dict[str, Record | None]:
@@ -500,9 +441,9 @@ class Study:
         made.folder.reopen()
         return made
 
-    def _experiment(self, trial: Trial) -> Experiment:
+    def _experiment(self, trial: trials.Trial) -> Experiment:
         """A trial's run with its folder."""
-        if self._is_opened and _is_of_python(trial.options):
+        if self._is_opened and trials.is_of_python(trial.options):
             raise ValueError(
                 f"{trial.name} needs what Python gave; call build.study(...) again "
                 f"with folder={str(self.folder)!r}"
@@ -622,19 +563,6 @@ class Study:
         )
 
 
-class _Limit(loop.Listener):
-    """Asks a run to stop after some seconds."""
-
-    def __init__(self, asked: stop.Stop, seconds: float):
-        self.asked, self.end = asked, time.monotonic() + seconds
-        self.is_over = False
-
-    def on_call(self, run: Any, records: loop.Records) -> None:
-        if time.monotonic() > self.end:
-            self.is_over = True
-            self.asked.ask(signal.SIGTERM)
-
-
 def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The methods behind rows, with the options of each."""
     out: dict[str, dict[str, Any]] = {}
@@ -649,43 +577,6 @@ def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if row == base or base not in rows:
             out[base] = {"algo": base} | own
     return out
-
-
-def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, bool]]:
-    """The validation metrics that a row is tuned by, and whether of fine-tuning."""
-    names = [name for name in summaries.CHOOSING if name in metrics][:1]
-    if not names:
-        raise ValueError("study: tune needs validation rows of at least one client")
-    out = [(names[0], False)]
-    tuned = names[0].replace("client_", "fine_tuned_")
-    return [*out, (tuned, True)] if may_tune and tuned in metrics else out
-
-
-def _ends(values: Sequence[Any]) -> list[Any]:
-    """The least and the largest value of numbers, [] of others."""
-    try:
-        return [min(values), max(values)] if not isinstance(values[0], str) else []
-    except TypeError:
-        return []
-
-
-def _shown(value: Any) -> Any:
-    """A value as JSON, with a word in place of objects that only Python can give."""
-    if isinstance(value, Mapping):
-        return {str(name): _shown(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)) and not any(hasattr(o, "dtype") for o in value):
-        return [_shown(one) for one in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, pathlib.Path):
-        return str(value)
-    name = getattr(value, "__name__", "")
-    return f"{_IN_PYTHON}{f': {name}' * bool(name)}"
-
-
-def _is_of_python(shown: Any) -> bool:
-    """Whether `_shown` left an object out."""
-    return _IN_PYTHON in json.dumps(shown)
 
 
 def _held(path: pathlib.Path) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""One run of a study of methods: what it is, and how it is trained for some minutes."""
+
+import json
+import pathlib
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from launch.experiment import Experiment
+from launch.run import loop, stop
+
+_IN_PYTHON = "given in Python"
+
+
+class Trial(NamedTuple):
+    """A run of a study: its folder below `runs`, its options, and these as JSON."""
+
+    name: str
+    options: dict[str, Any]
+    key: dict[str, Any]
+
+
+class _Limit(loop.Listener):
+    """Asks a run to stop after some seconds."""
+
+    def __init__(self, asked: stop.Stop, seconds: float):
+        self.asked, self.end = asked, time.monotonic() + seconds
+        self.is_over = False
+
+    def on_call(self, run: Any, records: loop.Records) -> None:
+        if time.monotonic() > self.end:
+            self.is_over = True
+            self.asked.ask(signal.SIGTERM)
+
+
+def train(made: Experiment, progress: bool, minutes: float) -> bool:
+    """Trains or continues an experiment in its folder; False if its time was over.
+
+    `minutes` are 0 for no limit. Raises KeyboardInterrupt after a signal, once the call
+    in progress is saved, a `lock.Held` if another process has the folder, and a
+    ValueError if the folder holds another run.
+    """
+    asked = stop.Stop(twice_interrupts=False)
+    limit = _Limit(asked, 60 * minutes)
+    with made.folder as folder:
+        if folder.open() is None:
+            others = [limit] if minutes else []
+            made.train(asked, folder, progress=progress, others=others)
+    if not made.is_over and limit.is_over:
+        return False
+    if asked:
+        raise KeyboardInterrupt(f"stopped in {folder.path}; run() continues")
+    return True
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON, with a word in place of objects that only Python can give."""
+    if isinstance(value, Mapping):
+        return {str(name): as_json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)) and not any(hasattr(o, "dtype") for o in value):
+        return [as_json(one) for one in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, pathlib.Path):
+        return str(value)
+    name = getattr(value, "__name__", "")
+    return f"{_IN_PYTHON}{f': {name}' * bool(name)}"
+
+
+def is_of_python(shown: Any) -> bool:
+    """Whether `as_json` left an object out."""
+    return _IN_PYTHON in json.dumps(shown)

@@ -1,0 +1,86 @@
+"""What validation rows choose: the point of a method's tuned options."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fedjax_pfl import metric_kinds
+from launch.config import registry, schema, sweep
+from launch.experiment import Experiment
+from launch.run import summaries
+
+Values = Mapping[str, Sequence[Any]]  # of each tuned option
+
+
+class Choice(NamedTuple):
+    """What validation rows chose for a row of a study.
+
+    Attributes:
+        options: The values of the tuned options, {} if none is.
+        metric, value: The validation metric and its best mean over seeds, "" if there
+            are no validation rows.
+        is_fine_tuned: Whether fine-tuning is better than none, for a row that may.
+        edges: The tuned options whose best value is the least or largest of several.
+    """
+
+    options: dict[str, Any]
+    metric: str = ""
+    value: float = 0.0
+    is_fine_tuned: bool = False
+    edges: tuple[str, ...] = ()
+
+
+def ways(tune: Values, made: Experiment, algo: Any) -> dict[str, list[str]]:
+    """The options of `tune` that an algorithm has: `sweep`, and `runs` of their own."""
+    known = registry.fields_of(algo)
+    common = schema.names(schema.IDENTITY) | schema.names(schema.EXECUTION)
+    out: dict[str, list[str]] = {"sweep": [], "runs": []}
+    for name, values in tune.items():
+        if name not in known:
+            continue
+        kind = "sweep"
+        try:
+            sweep.of(sweep.text({name: values}), made.hparams, common)
+        except ValueError:
+            kind = "runs"
+        out[kind].append(name)
+    return out
+
+
+def best(
+    points: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
+    tune: Values,
+    may_tune: bool,
+) -> Choice:
+    """The best of points (options, part of a summary) by validation rows.
+
+    The metric is the first of `summaries.CHOOSING` that was measured. Where fine-tuning
+    is allowed (`may_tune`) its twin counts too, and no fine-tuning is better if they
+    are equal. A point that diverged wins only if all did. Raises a ValueError if there
+    are no validation rows.
+    """
+    found: Choice | None = None
+    whole = [one for one in points if not one[1]["diverged"]]
+    for options, part in whole or points:
+        for name, is_fine_tuned in _choosing(part["metrics"], may_tune):
+            sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
+            value = part["metrics"][name]["mean"]
+            if found is None or sign * value > sign * found.value:
+                ends = tuple(n for n, x in options.items() if x in _ends(tune[n]))
+                found = Choice(dict(options), name, value, is_fine_tuned, ends)
+    return found
+
+
+def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, bool]]:
+    """The validation metrics that choose, and whether each is of fine-tuned clients."""
+    names = [name for name in summaries.CHOOSING if name in metrics][:1]
+    if not names:
+        raise ValueError("study: tune needs validation rows of at least one client")
+    tuned = names[0].replace("client_", "fine_tuned_")
+    more = [(tuned, True)] if may_tune and tuned in metrics else []
+    return [(names[0], False), *more]
+
+
+def _ends(values: Sequence[Any]) -> list[Any]:
+    """The least and the largest of several numbers, [] of other values."""
+    is_numbers = all(isinstance(one, (int, float)) for one in values)
+    return [min(values), max(values)] if is_numbers and len(values) > 1 else []
