@@ -91,6 +91,9 @@ class Experiment(Run):
         self._has_shown_notes = True
         if progress:
             processes.say(words.rules(self), flush=True)
+            if not self.config.workdir:
+                line = "without a workdir this run is gone with the process"
+                processes.say(f"note: {line}", flush=True)
             return
         for note in self.notes:
             warnings.warn(f"note: {note}", stacklevel=3)
