@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
 STUDY, PACKED = store.STUDY, "study of methods"
 _TABLES = ("md", "tex")
+_EPOCHS = "fine_tune_epochs"
 # A study as a file, see `read`
 _OPTIONS = {"options?": dict, str: json_text.NOTHING}
 FILE = {
@@ -115,7 +116,8 @@ class Study:
                 raise ValueError(
                     "study: tune chooses by validation rows; give val_split"
                 )
-            if self._fine_tuned() and not options.get("fine_tune_epochs"):
+            has_epochs = options.get(_EPOCHS) or _EPOCHS in self.tune
+            if self._fine_tuned() and not has_epochs:
                 first, where = self._fine_tuned()[0], f" in {setting}" * bool(setting)
                 raise ValueError(f"study: {first}{where} needs fine_tune_epochs")
             for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
@@ -150,11 +152,9 @@ class Study:
                 own = self._bases[base]
                 free = {n: v for n, v in self.tune.items() if n not in own}
                 of_rows[base] = tuning.ways(free, made, own["algo"])
-                self.notes += [
-                    f"{base} has its own {n} and is not tuned in it"
-                    for n in self.tune
-                    if n in own
-                ]
+                odd = [n for n in self.tune if n in own]
+                lines = [f"{base} has its own {n} and is not tuned in it" for n in odd]
+                self.notes += [one for one in lines if one not in self.notes]
                 hashes = {"data": made.examples_sha256, "own": made.own_sha256}
                 self._hashes[setting] = self._hashes.get(setting, {}) | {base: hashes}
             self._tuned[setting] = of_rows
@@ -448,7 +448,14 @@ class Study:
                 f"{trial.name} needs what Python gave; call build.study(...) again "
                 f"with folder={str(self.folder)!r}"
             )
-        return experiment(**trial.options, workdir=str(self._path(trial)), resume=True)
+        given = trial.options | {"workdir": str(self._path(trial)), "resume": True}
+        made = experiment(**given)
+        if made.examples_sha256 != trial.key["hashes"]["data"]:
+            raise ValueError(
+                f"{trial.name}: the data have changed since the study in {self.folder} "
+                "began; give another folder"
+            )
+        return made
 
     def table(
         self,

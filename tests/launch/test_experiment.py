@@ -107,7 +107,8 @@ def test_progress_and_records(arrays, capsys):
     experiment = made(arrays)
     experiment.run(on_record=records.append)
     assert records == experiment.metrics and len(records) == 3
-    rules, note, *lines = capsys.readouterr().out.splitlines()
+    rules, note, gone, *lines = capsys.readouterr().out.splitlines()
+    assert gone == "note: without a workdir this run is gone with the process"
     assert rules.startswith("rules: --preset=fedd2s (")
     assert note.endswith("is taken as NHWC: H 8, W 8, C 1; --layout=nchw if not")
     assert [line.split("  ")[0] for line in lines] == [f"round {r}/2" for r in range(3)]

@@ -209,6 +209,29 @@ def test_its_report(done, tmp_path):
     assert "FedAvg + FT" in text and "Hurt" in text
 
 
+def test_epochs_of_fine_tuning_are_tuned():
+    """Also to none, and by the fine-tuned clients' validation alone."""
+    tune = {"fine_tune_epochs": [0, 3]}
+    given = OPTIONS | {"fine_tune_epochs": 0, "client_lr": 0.1, "rounds": 1}
+    ran = build.study(["fedavg", "fedavg+ft"], tune=tune, **given).run(progress=False)
+    chosen = ran.choice("", "fedavg+ft")
+    assert chosen.is_fine_tuned == (chosen.options == {"fine_tune_epochs": 3})
+    assert ran.choice("", "fedavg").options == {"fine_tune_epochs": 0}
+
+
+def test_changed_data_are_refused(tmp_path):
+    """What is left of a study does not run on other data."""
+    path = tmp_path / "mine.npz"
+    np.savez(path, x=X, y=Y)
+    options = OPTIONS | {"dataset": f"npz:{path}", "fine_tune_epochs": 0}
+    given = {"tune": TUNE, "folder": tmp_path / "study", **options}
+    build.study(["fedavg"], **given)
+    np.savez(path, x=X + 1, y=Y)
+    with pytest.warns(UserWarning, match="the data have changed"):
+        again = build.study(["fedavg"], **given).run(progress=False)
+    assert again.failed == ["fedavg.tune"]
+
+
 def test_wilcoxon_is_scipy_s():
     """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
     one, other = GEN.normal(size=(2, 2, 12))
