@@ -148,8 +148,8 @@ class Planner:
                 f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
                 "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
-        for seed in self._seeds:
-            self._choose(seed, 0)
+        for seed in self._seeds if who is not None else ():
+            self._choose(seed, 0)  # refuses a deadline that no client meets
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""

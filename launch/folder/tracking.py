@@ -46,12 +46,11 @@ class Wandb(loop.Listener):
         import wandb  # an optional package
 
         path = pathlib.Path(self._folder).resolve()
+        place = f"{socket.gethostname()}:{path}"
         self._run = wandb.init(
             project=self._project,
             name=path.name,
-            id=hashlib.sha256(f"{socket.gethostname()}:{path}".encode()).hexdigest()[
-                :16
-            ],
+            id=hashlib.sha256(place.encode()).hexdigest()[:16],
             resume="allow",
             config=vars(run.config) | vars(run.hparams),
         )

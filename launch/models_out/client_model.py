@@ -175,6 +175,15 @@ class ClientModel(NamedTuple):
         return images.astype(kind) if of else arrays.as_float32(images, "x")
 
 
+def check_client(run: Run, client_id: Any) -> None:
+    """Refuses what is not one of 0..K-1 (ValueError)."""
+    most = run.config.num_clients - 1
+    is_number = isinstance(client_id, numbers.Integral)
+    is_id = is_number and not isinstance(client_id, bool)
+    if not (is_id and 0 <= client_id <= most):
+        raise ValueError(f"client_id={limits.shown(client_id)}: expected 0..{most}")
+
+
 def find(
     run: Run,
     client_id: int | None,
@@ -188,12 +197,8 @@ def find(
     """
     processes.meet("a client's or the server's model")
     index, config = run.seed_index(seed), run.config
-    is_number = isinstance(client_id, numbers.Integral)
-    is_id = is_number and not isinstance(client_id, bool)
-    if client_id is not None and not (is_id and 0 <= client_id < config.num_clients):
-        raise ValueError(
-            f"client_id={limits.shown(client_id)}: expected 0..{config.num_clients - 1}"
-        )
+    if client_id is not None:
+        check_client(run, client_id)
     run.start()
     variant, cohort = run.variant(seed, point), run.planner.drawn(index, run.round)
     state, cohort, slot = run.simulation.around(client_id, variant, cohort)

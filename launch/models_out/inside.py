@@ -21,10 +21,7 @@ SPLITS = ("train", "val", "test")
 def rows(run: Run, client_id: int, split: str, seed: int | None) -> np.ndarray:
     """The numbers of a client's rows in the data set, int[n]; ValueError if unknown."""
     options.check_one_of("split", split, SPLITS)
-    if not 0 <= client_id < run.config.num_clients:
-        raise ValueError(
-            f"client_id={client_id}: expected 0..{run.config.num_clients - 1}"
-        )
+    client_model.check_client(run, client_id)
     index, found = run.seed_index(seed), run.data.partition
     if split == "val" and not run.config.val_split:
         raise ValueError("split=val: there are no validation rows; give val_split")

@@ -18,6 +18,9 @@ from launch.config import limits, sweep
 from launch.machine import devices, memory
 from launch.run import summaries
 
+# The metrics of clients' models before a round's training
+_BEFORE = re.compile(r"client_.*|worst_decile_.*")
+
 
 class Run:
     """One configuration, ready to run, and its state.
@@ -220,8 +223,7 @@ class Run:
         for index, (values, accuracies) in enumerate(results):
             values = values | self._by_architecture(accuracies, variants.seed(index))
             if self.config.eval_moments == "after":
-                hidden = re.compile(r"client_.*|worst_decile_.*")
-                values = {n: x for n, x in values.items() if not hidden.fullmatch(n)}
+                values = {n: x for n, x in values.items() if not _BEFORE.fullmatch(n)}
             record = {"round": self.round, "seed": self.seeds[variants.seed(index)]}
             record |= {**self.points[variants.point(index)], **values}
             if self.totals.diverged[index]:

@@ -28,7 +28,6 @@ _PLACES: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "until_clock": lambda row: row["clock"],
 }
 _FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
-_SERVED = re.compile(r"(val_)?(client|unseen)_(.*)")
 
 
 def main_metric(run: Record) -> str:

@@ -155,9 +155,11 @@ class Study:
                 odd = [n for n in self.tune if n in own]
                 lines = [f"{base} has its own {n} and is not tuned in it" for n in odd]
                 self.notes += [one for one in lines if one not in self.notes]
-                hashes = {"data": made.examples_sha256, "own": made.own_sha256}
-                self._hashes[setting] = self._hashes.get(setting, {}) | {base: hashes}
             self._tuned[setting] = of_rows
+            self._hashes[setting] = {
+                base: {"data": made.examples_sha256, "own": made.own_sha256}
+                for base, made in compared.items()
+            }
         known = [registry.fields_of(own["algo"]) for own in self._bases.values()]
         for name in self.tune:
             if not any(name in fields for fields in known):
@@ -169,7 +171,7 @@ class Study:
             "given": self._given,
             "prepared": trials.as_json(prepared),
         }
-        finished.write_text(path, json.dumps(body, indent=1, sort_keys=False) + "\n")
+        finished.write_text(path, json.dumps(body, indent=1) + "\n")
 
     def _trial(
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
@@ -412,6 +414,13 @@ class Study:
             out[row] = derived.fine_tuned(found) if is_tuned else found
         return out
 
+    def _done(self, setting: str) -> dict[str, Record]:
+        """The finished rows of a setting; ValueError if there are none."""
+        runs = {row: run for row, run in self.runs(setting).items() if run}
+        if not runs:
+            raise ValueError("nothing is finished yet; run() first")
+        return runs
+
     def _setting(self, setting: str) -> str:
         """A setting by name, "" = the first."""
         known = self.settings
@@ -501,9 +510,7 @@ class Study:
         """
         from launch.show import figures  # imports matplotlib, which is slow
 
-        runs = {row: run for row, run in self.runs(setting).items() if run}
-        if not runs:
-            raise ValueError("nothing is finished yet; run() first")
+        runs = self._done(setting)
         given = list(runs.values()), metric, list(runs)
         return figures.picture(kind, *given, among=self.rows, **how)
 
@@ -511,9 +518,7 @@ class Study:
         """A page as HTML: all results as a table, and the runs of a setting."""
         from launch.show import page  # slow imports, matplotlib and jinja2
 
-        runs = {row: run for row, run in self.runs(setting).items() if run}
-        if not runs:
-            raise ValueError("nothing is finished yet; run() first")
+        runs = self._done(setting)
         own = looks.looks(self.rows)
         entries = [
             page.Entry(looks.title(row), own[row], run) for row, run in runs.items()
