@@ -127,7 +127,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             `--track_pairs` exceeds the clients.
     """
     _check(hparams, task)
-    model, cut = task.client_model, _cut(hparams, task)
+    model, name = task.client_model, hparams.personal_from
+    cut = boundary.middle(name, model, task.example_shape)
     unit = jnp.full((1, *task.example_shape), hparams.unit_value)
     divergence = DIVERGENCES[hparams.divergence]
     by_layer, weight = hparams.layer_personalization, hparams.proximal_weight
@@ -228,20 +229,6 @@ def _messages(task: fp.Task, cut: int) -> tuple[fp.MessageKind, ...]:
         kind("extractor", num_bytes=extractor),
         kind("classifier", num_bytes=classifier),
     )
-
-
-def _cut(hparams: HParams, task: fp.Task) -> int:
-    """Number of the extractor's stages, 1..L-1."""
-    model, name = task.client_model, hparams.personal_from
-    cut = boundary.first_personal(name, model, task.example_shape)
-    if not 0 < cut < len(model.stage_names):
-        later = ", ".join(model.stage_names[1:])
-        raise ValueError(
-            f"--personal_from={name} leaves --model={model.name} without "
-            f"{'a classifier' if cut else 'an extractor'}; take "
-            f"{f'one of {later}' if later else boundary.SEVERAL_STAGES}"
-        )
-    return cut
 
 
 def _check(hparams: HParams, task: fp.Task) -> None:

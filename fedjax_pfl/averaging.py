@@ -11,10 +11,12 @@ from typing import Any
 import jax
 
 from fedjax_pfl import (
+    boundary,
     each_client,
     local_training,
     options,
     server_optimizer,
+    shapes,
     stacked,
     traffic,
     types,
@@ -36,6 +38,7 @@ def make(
     client_update: Callable[[each_client.Client, types.Variables], Any],
     *,
     own: Callable[[types.Variables], Any] | None = None,
+    sent: boundary.Division | None = None,
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     opt_state: Callable[..., Any] | None = None,
     adapt: Callable[..., each_client.Trained] | None = None,
@@ -50,6 +53,9 @@ def make(
             it returns `(Trained, the client's new private row)`.
         own: From the first model to each client's private row before round 0, which
             arrives as `client.own`. None = clients keep nothing.
+        sent: What of the model travels and is averaged; None = all. The server's other
+            parts stay as the first model has them. With `own` clients are meant to keep
+            them, so that there is no model of the server alone.
         serving, opt_state: As in `types.Algorithm`; without `serving` the server's
             model serves all clients.
         adapt: As in `types.Algorithm`, with the server's model as `shared`.
@@ -83,12 +89,14 @@ def make(
         out = client_update(client, server)
         trained, row = (out, ()) if own is None else out
         rest, variables = trained.split()
-        return (rest, row), variables
+        return (rest, row), variables if sent is None else sent.sent(variables)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         here, old = each_client.Round(task, state, cohort, data), model_of(state)
         weight = here.weights(hparams.aggregation)
         (trained, rows), mean, here = here.update(update, shared=old, reduce=weight)
+        if sent is not None:
+            mean = sent.joined(mean, sent.kept(old))
         server = mean
         if tx is not None:
             moments = state.server["moments"]
@@ -106,12 +114,16 @@ def make(
     def adapted(client: each_client.Client, start: types.Variables, server: Any):
         return adapt(client, start, server if tx is None else server["model"])
 
+    messages = traffic.model_both_ways(task, model)
+    if sent is not None:
+        messages = traffic.both_ways("model", shapes.tree_bytes(sent.sent(sent.like)))
+    has_whole = own is None or sent is None
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
-        messages=traffic.model_both_ways(task, model),
+        messages=messages,
         init=init,
         round=round,
-        server=lambda state, data: {"global": (model, model_of(state))},
+        server=(lambda s, _: {"global": (model, model_of(s))}) if has_whole else None,
         serving=served if serving and tx is not None else serving,
         opt_state=opt_state,
         adapt=adapt and adapted,

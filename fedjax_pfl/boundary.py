@@ -96,6 +96,54 @@ def select(mask: Any, new: Any, old: Any) -> Any:
     )
 
 
+class Division(NamedTuple):
+    """A model in two parts, leaf by leaf: what travels, and what stays.
+
+    `like` are the variables as shape structs, and `is_sent` says for each of their
+    leaves, in the order of `jax.tree.leaves`, whether it travels.
+    """
+
+    like: types.Variables
+    is_sent: tuple[bool, ...]
+
+    def sent(self, variables: types.Variables) -> tuple[jax.Array, ...]:
+        """The leaves that travel."""
+        pairs = zip(jax.tree.leaves(variables), self.is_sent, strict=True)
+        return tuple(leaf for leaf, is_sent in pairs if is_sent)
+
+    def kept(self, variables: types.Variables) -> tuple[jax.Array, ...]:
+        """The leaves that stay."""
+        pairs = zip(jax.tree.leaves(variables), self.is_sent, strict=True)
+        return tuple(leaf for leaf, is_sent in pairs if not is_sent)
+
+    def joined(self, sent: Sequence[Any], kept: Sequence[Any]) -> types.Variables:
+        """The model of both parts."""
+        parts = iter(kept), iter(sent)
+        leaves = [next(parts[is_sent]) for is_sent in self.is_sent]
+        return jax.tree.unflatten(jax.tree.structure(self.like), leaves)
+
+
+def divided(
+    is_sent: Any, model: types.Model, example_shape: tuple[int, ...]
+) -> Division:
+    """The division of a model by bools: one for each stage, or a prefix of Variables.
+
+    Example:
+        >>> from models import MODELS
+        >>> mlp = MODELS["mlp"](10)
+        >>> head = divided([False, True], mlp, (28, 28, 1))
+        >>> [leaf.shape for leaf in head.sent(head.like)]
+        [(10,), (64, 10)]
+    """
+    like = shapes.variables(model, example_shape)
+    if not isinstance(is_sent, types.Variables):
+        is_sent = types.Variables(tuple(is_sent), tuple(is_sent))
+    every = jax.tree.map(
+        lambda one, part: jax.tree.map(lambda _: one, part), is_sent, like
+    )
+    return Division(like, tuple(jax.tree.leaves(every)))
+
+
 def splice(
     client: types.Variables, server: types.Variables, keep: jax.Array
 ) -> types.Variables:
@@ -184,13 +232,16 @@ def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
 
 
 def first_personal(
-    name: str, model: types.Model, example_shape: tuple[int, ...]
+    name: str,
+    model: types.Model,
+    example_shape: tuple[int, ...],
+    flag: str = "personal_from",
 ) -> int:
     """Index of the first personal stage, 0..L (L = none is personal).
 
-    `name` is `--personal_from`: a stage's name, `last`, `none`, or empty for the first
-    stage after the last convolution (the last stage of a model without any). Raises
-    ValueError for a stage that the model does not have.
+    `name` is `--personal_from`, or another `flag`: a stage's name, `last`, `none`, or
+    empty for the first stage after the last convolution (the last stage of a model
+    without any). Raises ValueError for a stage that the model does not have.
     """
     names = model.stage_names
     if not name:
@@ -201,10 +252,28 @@ def first_personal(
         return len(names) - 1
     if name not in names:
         raise ValueError(
-            f"--personal_from={name}: --model={model.name} has the stages "
+            f"--{flag}={name}: --model={model.name} has the stages "
             f"{', '.join(names)}; take one of them, last or none"
         )
     return names.index(name)
+
+
+def middle(
+    name: str,
+    model: types.Model,
+    example_shape: tuple[int, ...],
+    flag: str = "personal_from",
+) -> int:
+    """Like `first_personal`, with stages on both sides: 1..L-1, else a ValueError."""
+    cut = first_personal(name, model, example_shape, flag)
+    if not 0 < cut < len(model.stage_names):
+        later = ", ".join(model.stage_names[1:])
+        raise ValueError(
+            f"--{flag}={name} leaves --model={model.name} without "
+            f"{'a classifier' if cut else 'an extractor'}; take "
+            f"{f'one of {later}' if later else SEVERAL_STAGES}"
+        )
+    return cut
 
 
 def schedule(

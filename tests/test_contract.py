@@ -50,6 +50,7 @@ OWN_OPTIONS = {
     "toy_ledger": {"model": "with_exits"},
     "toy_frozen": {"model": "with_exits"},
     "cdkt": {"proxy_fraction": 0.1},
+    "fedbn": {"model": "normed"},
     "local": {"proxy_fraction": 0.1},
     # Two architectures: two stacked groups.
     "fedmd": {"proxy_fraction": 0.1, "client_model": "mlp,narrow"},
@@ -169,6 +170,7 @@ def register_toys(monkeypatch):
     monkeypatch.setitem(models.MODELS, "two_layers", two_layers)
     monkeypatch.setitem(models.MODELS, "with_exits", model.with_exits)
     monkeypatch.setitem(models.MODELS, "narrow", model.narrow)
+    monkeypatch.setitem(models.MODELS, "normed", model.normed)
 
 
 def two_layers(num_classes, width):

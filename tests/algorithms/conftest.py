@@ -42,6 +42,13 @@ def with_exits(num_classes=4):
     return stages.chain("with_exits", trunks, exits)
 
 
+def with_norm(num_classes=4):
+    """A convolution of three channels with batch norm, and a layer."""
+    conv = stages.Conv(3, 3, pool=False, norm=True, bias=False)
+    last = stages.Dense(num_classes, False)
+    return stages.chain("with_norm", [("conv", conv), ("last", last)])
+
+
 NETWORKS = {
     "tiny": network(),
     "twin": network("twin"),
@@ -50,6 +57,7 @@ NETWORKS = {
     "wide": network("wide", (8, 5)),
     "sliced": sliced(),
     "with_exits": with_exits(),
+    "with_norm": with_norm(),
 }
 
 

@@ -37,3 +37,11 @@ def narrow(num_classes, width=1.0):
     """Another architecture for the same examples, 10 wide."""
     hidden = ("hidden", stages.Dense(stages.scaling(width)(10)))
     return stages.chain("narrow", [hidden, ("last", stages.Dense(num_classes, False))])
+
+
+def normed(num_classes, width=1.0):
+    """A layer with batch norm, and one without."""
+    hidden = stages.Dense(stages.scaling(width)(10), relu=False)
+    layers = stages.Sequential([hidden, stages.Norm()])
+    last = stages.Dense(num_classes, False)
+    return stages.chain("normed", [("hidden", layers), ("last", last)])

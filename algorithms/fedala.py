@@ -1,0 +1,134 @@
+"""FedALA: a client learns, for each number of its upper layers, whose value to take.
+
+Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for
+Personalized Federated Learning", AAAI 2023, https://arxiv.org/abs/2212.01197
+(Algorithm 1).
+
+* The server sends its model to the clients of the round.
+* Each takes the server's lower layers. In the upper ones it goes from its own last
+  value towards the server's by a weight in [0, 1], element by element. The weights take
+  an epoch of steps on a share of its examples; the first time they are trained until
+  their loss no longer moves.
+* It trains the mixed model for E epochs. The server takes the mean of what returns.
+
+| paper | here |
+|---|---|
+| Theta^{t-1}, Theta_i^{t-1} | the server's model; the rows `own`, upper stages alone |
+| W_i^p | the rows `weight`, 1 before the first round |
+| p | stages from `--adaptive_from` on |
+| s % | `--adaptive_share` |
+| eta | `--adaptive_lr` |
+
+Differs from the paper: the share of the examples are the first batches of the client's
+first epoch in this round, rounded up to whole batches. The first time, the weights are
+trained until the standard deviation of the last ten epochs' losses is below
+`--adaptive_threshold`, as in the released code, for at most 100 epochs. A client is
+served the server's present model, mixed with its own by the weights as it last learned
+them; the released code, which measures before training, learns them once more for that.
+A client that never took part has the initial upper layers and weights of 1, and is
+served the server's model.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, boundary, losses
+
+MOST_EPOCHS = 100  # of weights, the first time
+SEEN = 10  # epochs whose losses tell whether they still move
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    adaptive_from: str = fp.option(
+        "last",
+        "first stage that is mixed element by element, by name; last = the last one, "
+        "empty = the first after the last convolution [p]",
+    )
+    adaptive_share: float = fp.option(
+        0.8,
+        "share of the examples on which weights are learned [s]",
+        above=0,
+        maximum=1,
+    )
+    adaptive_lr: float = fp.option(1.0, "step size of the weights [eta]", minimum=0)
+    adaptive_threshold: float = fp.option(
+        0.01, "standard deviation of losses at which the first training ends", minimum=0
+    )
+
+
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
+    """FedALA as pure functions; ValueError if there is no such stage."""
+    model, shape = task.model, task.example_shape
+    cut = boundary.first_personal(hparams.adaptive_from, model, shape, "adaptive_from")
+    loss_fn = fp.cross_entropy_loss(model)
+    one_epoch = fp.plan(hparams, epochs=1)
+    of_weights = fp.LocalTraining(client_lr=hparams.adaptive_lr)
+
+    def mixed(server: fp.Variables, row: dict) -> fp.Variables:
+        """Theta_i + (Theta - Theta_i) W, in the upper stages."""
+        upper = jax.tree.map(
+            lambda mine, theirs, weight: mine + (theirs - mine) * weight,
+            row["own"],
+            server.params[cut:],
+            row["weight"],
+        )
+        return fp.Variables((*server.params[:cut], *upper), server.stats)
+
+    def learned(client: fp.Client, server: fp.Variables) -> dict:
+        """The client's row with new weights, by gradient steps that stay in [0, 1]."""
+        row, plan = client.own, client.plan
+        gap = jax.tree.map(lambda a, b: (a != b).any(), row["own"], server.params[cut:])
+        differs = jnp.stack(jax.tree.leaves(gap)).any()
+        owned = client.data.partition.train.count[client.id]
+        steps = jnp.ceil(hparams.adaptive_share * one_epoch.steps(owned) - 1e-4)
+        plan = plan.replace(num_steps=jnp.minimum(plan.num_steps, steps.astype(int)))
+        some = client.fresh().replace(plan=plan, is_tested=False)
+
+        def mixture_loss(weight, stats, batch):
+            model_of = mixed(server, row | {"weight": weight})
+            return loss_fn(*model_of, batch)[0], stats
+
+        def within(weight):
+            return jax.tree.map(lambda w: jnp.clip(w, 0, 1), weight)
+
+        objective = fp.Objective(mixture_loss, project=within)
+
+        def epoch(carry: tuple) -> tuple:
+            number, seen, weight = carry
+            start = fp.Variables(weight, ({},) * len(weight))
+            trained = fp.train(
+                of_weights, (objective,), start, some, tag="fedala.weights"
+            )
+            seen = jnp.roll(seen, 1).at[0].set(losses.mean(trained.loss))
+            return number + 1, seen, trained.params
+
+        def goes_on(carry: tuple) -> jax.Array:
+            number, seen, _ = carry
+            moves = (number <= SEEN) | (seen.std() >= hparams.adaptive_threshold)
+            is_first = ~row["has_learned"] & moves & (number < MOST_EPOCHS)
+            return differs & ((number == 0) | is_first)
+
+        first = jnp.int32(0), jnp.zeros(SEEN), row["weight"]
+        _, _, weight = jax.lax.while_loop(goes_on, epoch, first)
+        return row | {"weight": weight, "has_learned": row["has_learned"] | differs}
+
+    def client_update(client: fp.Client, server: fp.Variables):
+        """Adaptive local aggregation, then E epochs from the mixture."""
+        row = learned(client, server)
+        trained = fp.train(hparams, loss_fn, mixed(server, row), client)
+        return trained, row | {"own": trained.params[cut:]}
+
+    def first_row(start: fp.Variables) -> dict:
+        own = start.params[cut:]
+        weight = jax.tree.map(jnp.ones_like, own)
+        return {"own": own, "weight": weight, "has_learned": jnp.zeros((), bool)}
+
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        rows, server = state.clients, state.server
+        return (fp.Serving.each(model, rows, shared=server, build=mixed),)
+
+    return averaging.make(hparams, task, client_update, own=first_row, serving=serving)

@@ -1,0 +1,141 @@
+"""FedRoD: a generic head, trained as if classes were balanced, and a personal one.
+
+Chen, Chao: "On Bridging Generic and Personalized Federated Learning for Image
+Classification", ICLR 2022, https://arxiv.org/abs/2107.00778 (Algorithm 1, linear
+heads).
+
+* The server sends extractor and generic head to the clients of the round.
+* Each trains them for E epochs on the balanced softmax loss, which adds the logarithm
+  of the client's class counts to the logits. At the same steps its personal head learns
+  what the generic one's answers lack, on the usual loss, behind a fixed extractor.
+* Extractor and generic head are sent back, and the server takes their weighted mean.
+* Both heads together serve the client: their logits are added.
+
+| paper | here |
+|---|---|
+| theta, psi | `state.server`: all stages but the last, and the last |
+| phi_m | rows of `state.clients`, of the last stage's shapes |
+| L^BSM, gamma = 1 | `losses.cross_entropy(logits + log_counts, ...)` |
+| h^G(z) + h^P(z) | the last stage's parameters, added: it is one affine layer |
+
+Differs from the paper: the personal head is stored, and a hypernetwork that makes it
+from class counts is not here. It starts at zero, so that a client that never took part
+is served the generic model; in PFLlib it starts as a copy of the generic head. Both
+losses see the model before the step, as in PFLlib, and `train_loss` is their sum. The
+global accuracy is that of the generic model.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, boundary, local_training, losses, shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    pass
+
+
+def log_counts(client: fp.Client, num_classes: int) -> jax.Array:
+    """The logarithm f32[Y] of a client's train rows by class, -inf where it has none.
+
+    Its rows are read a batch at a time, so that the cost is that of the client.
+    """
+    data, size = client.data, 64  # rows of one pass
+    train = data.partition.train
+    count, row_at = train.count[client.id], train.of(client.id)
+
+    def add(index: jax.Array, counts: jax.Array) -> jax.Array:
+        place = index * size + jnp.arange(size)
+        return counts.at[data.label[row_at(place)]].add(place < count)
+
+    zeros = jnp.zeros(num_classes, jnp.int32)
+    return jnp.log(jax.lax.fori_loop(0, -(-count // size), add, zeros))
+
+
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
+    """FedRoD as pure functions.
+
+    Raises:
+        ValueError: the model has one stage, or its last is not one affine layer.
+    """
+    model = task.model
+    start = shapes.variables(model, task.example_shape)
+    _check(task, start)
+    last = len(model.stage_names) - 1
+
+    def loss_of(client: fp.Client) -> local_training.LossFn:
+        prior = log_counts(client, task.num_classes)
+
+        def loss_fn(params, stats, batch):
+            """L^BSM of the generic model, and the loss of both heads at fixed g(z)."""
+            (*body, generic, own), stats = params, stats[:-1]
+            h, mode = batch.image, batch.mode
+            z, stats = model.forward((*body, generic), stats, h, stop=last, **mode)
+
+            def head(layer: Any, z: jax.Array) -> jax.Array:
+                return model.forward((*body, layer), stats, z, start=last, **mode)[0]
+
+            logits = head(generic, z)
+            fixed_z, fixed = jax.lax.stop_gradient((z, logits))
+            answers = logits + prior, fixed + head(own, fixed_z)
+            both = (losses.cross_entropy(x, batch.label, batch.mask) for x in answers)
+            return sum(both), (*stats, {})
+
+        return loss_fn
+
+    def joined(server: fp.Variables, own: Any) -> fp.Variables:
+        return fp.Variables((*server.params, own), (*server.stats, {}))
+
+    def client_update(client: fp.Client, server: fp.Variables):
+        """theta and psi along L^BSM, phi_m along the loss of both heads."""
+        begin = joined(server, client.own)
+        trained = fp.train(hparams, loss_of(client), begin, client)
+        (*params, own), (*stats, _) = trained.variables
+        return trained.replace(params=tuple(params), stats=tuple(stats)), own
+
+    def both_heads(server: fp.Variables, own: Any) -> fp.Variables:
+        *body, generic = server.params
+        added = jax.tree.map(jnp.add, generic, own)
+        return fp.Variables((*body, added), server.stats)
+
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        rows, server = state.clients, state.server
+        return (fp.Serving.each(model, rows, shared=server, build=both_heads),)
+
+    def adapt(client: fp.Client, start: fp.Variables, server: fp.Variables):
+        """The personal head alone, of both heads as one."""
+        is_head = tuple(stage == last for stage in range(last + 1))
+        objective = fp.Objective(fp.cross_entropy_loss(model), trainable=is_head)
+        return fp.train(hparams, (objective,), start, client)
+
+    def first_head(server: fp.Variables) -> Any:
+        return jax.tree.map(jnp.zeros_like, server.params[-1])
+
+    return averaging.make(
+        hparams,
+        task,
+        client_update,
+        own=first_head,
+        serving=serving,
+        adapt=adapt,
+        opt_state=lambda fresh: fresh((*start.params, start.params[-1])),
+    )
+
+
+def _check(task: fp.Task, start: fp.Variables) -> None:
+    """Refuses a last stage with more than a kernel [D, Y] and a bias [Y]."""
+    model = task.model
+    boundary.check_several(model)
+    leaves = jax.tree.leaves(start.params[-1])
+    shapes = sorted((leaf.ndim, leaf.shape[-1]) for leaf in leaves)
+    if shapes not in ([(2, task.num_classes)], [(n, task.num_classes) for n in (1, 2)]):
+        raise ValueError(
+            f"--model={model.name} ends in {model.stage_names[-1]}, which is more than "
+            "one dense layer; FedRoD adds a personal one to it, so take a model whose "
+            "last stage is that layer alone"
+        )

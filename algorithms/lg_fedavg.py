@@ -1,0 +1,60 @@
+"""LG-FedAvg: clients keep the lower layers and average the upper ones.
+
+Liang, Liu, Liu, Salakhutdinov, Morency: "Think Locally, Act Globally: Federated
+Learning with Local and Global Representations", https://arxiv.org/abs/2001.01523
+(Algorithm 1).
+
+* The server sends the upper layers to the clients of the round.
+* Each trains them together with its own lower layers for E epochs.
+* The upper layers are sent back, and the server takes their weighted mean.
+
+| paper | here |
+|---|---|
+| l_m, theta_m^l | a client's own stages, before `--shared_from` |
+| g, theta^g | the server's stages, from `--shared_from` on |
+| N_m / N | `--aggregation=examples` |
+
+Differs from the paper: there is no auxiliary or adversarial loss on the representation.
+All start from one initialisation, where the released code starts from a model that
+FedAvg has trained. A client is served its own lower layers with the server's present
+upper ones, as PFLlib has it. One that never took part has the initial lower layers; the
+paper's "new test", an ensemble of all clients' models, is not here.
+"""
+
+import dataclasses
+
+import fedjax_pfl as fp
+from fedjax_pfl import averaging, boundary
+
+
+@dataclasses.dataclass(frozen=True)
+class HParams(averaging.Averaging):
+    shared_from: str = fp.option(
+        "last",
+        "first shared stage, by name; last = the last one, empty = the first after the "
+        "last convolution",
+    )
+
+
+def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
+    """LG-FedAvg as pure functions; ValueError without such a stage, or a lower one."""
+    model, shape = task.model, task.example_shape
+    cut = boundary.middle(hparams.shared_from, model, shape, "shared_from")
+    is_upper = [stage >= cut for stage in range(len(model.stage_names))]
+    upper = boundary.divided(is_upper, model, shape)
+    loss_fn = fp.cross_entropy_loss(model)
+
+    def whole(server: fp.Variables, own: tuple) -> fp.Variables:
+        return upper.joined(upper.sent(server), own)
+
+    def client_update(client: fp.Client, server: fp.Variables):
+        """Both parts together, from the server's upper and the own lower layers."""
+        trained = fp.train(hparams, loss_fn, whole(server, client.own), client)
+        return trained, upper.kept(trained.variables)
+
+    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
+        rows, server = state.clients, state.server
+        return (fp.Serving.each(model, rows, shared=server, build=whole),)
+
+    given = {"own": upper.kept, "sent": upper, "serving": serving}
+    return averaging.make(hparams, task, client_update, **given)
