@@ -20,12 +20,13 @@ from launch.experiment import Experiment
 
 
 class Batches(NamedTuple):
-    """A client's rows of the data set in a round, int32[S, B] padded with -1, and its
-    number of train examples.
+    """A client's rows of the data set in a round, int32[S, B] padded with -1, its
+    number of train examples, and the client.
     """
 
     rows: np.ndarray
     weight: int
+    client: int
 
 
 # The clients of rounds by the seed's index and the round
@@ -107,14 +108,15 @@ def _cohort(experiment: Experiment, seed: int, round: int) -> Iterator[Batches]:
     rows_per_device = len(drawn.client_id) // len(plan.position)
     for place in np.flatnonzero(drawn.row_mask):
         size, batch = int(plan.num_rows[place]), plan.batch_size
-        epochs = int(plan.num_steps[place]) // -(-size // batch)
-        first = int(plan.first[place])
+        epochs = int(plan.num_steps[place]) // max(-(-size // batch), 1)
+        first, client = int(plan.first[place]), int(drawn.client_id[place])
         position = plan.position[place // rows_per_device]
         position = position[first : first + epochs * size]
-        rows = owned.row[owned.start[drawn.client_id[place]] + position]
+        rows = owned.row[owned.start[client] + position]
         padding = ((0, 0), (0, -size % batch))
         rows = np.pad(rows.reshape(epochs, size), padding, constant_values=-1)
-        yield Batches(rows.reshape(-1, batch).astype(np.int32), size)
+        rows, weight = rows.reshape(-1, batch).astype(np.int32), owned.count[client]
+        yield Batches(rows, int(weight), client)
 
 
 def _variants(experiment: Experiment) -> list[tuple[int, float]]:
