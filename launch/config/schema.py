@@ -206,7 +206,7 @@ class Data:
         "concentration of Dirichlet partitions [alpha]",
         above=0,
         label="always",
-        needs={"partition": ("client_dirichlet", "dirichlet")},
+        needs={"partition": ("client_dirichlet", "dirichlet", "pfllib_dirichlet")},
         is_noted=True,
     )
     partition_draw: str = option(
@@ -224,7 +224,9 @@ class Data:
         None,
         "classes of each client (pathological, cdkt)",
         minimum=1,
-        needs={"partition": ("pathological", "cdkt", "cdkt_paper")},
+        needs={
+            "partition": ("pathological", "pfllib_pathological", "cdkt", "cdkt_paper")
+        },
         is_noted=True,
     )
     client_classes: str = option(

@@ -39,11 +39,14 @@ KINDS = {
     "cdkt": {"cdkt": PROTOCOL},
     "cdkt overlap": {"cdkt": PROTOCOL._replace(overlap=True)},
     "cdkt_paper": {"cdkt": PROTOCOL._replace(random_labels=True)},
+    "pfllib_dirichlet": {},
+    "pfllib_pathological": {},
     "natural": {},
 }
 # Those whose clients have all rows of the pool, and whose rows no seed changes.
-WHOLE, SEEDLESS = {"iid", "contiguous", "dirichlet", "natural"}, {"contiguous"}
-SEEDLESS |= {"natural"}
+WHOLE = {"iid", "contiguous", "dirichlet", "natural"}
+WHOLE |= {"pfllib_dirichlet", "pfllib_pathological"}
+SEEDLESS = {"contiguous", "natural"}
 
 
 def test_laws_are_of_every_partition():
