@@ -142,8 +142,8 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
             "--test_split=official: this data set has no official test rows; take "
             "client_share, or give test=(x, y) from Python"
         )
-    merged = spec.test_split in ("pool", "pool_stratified")
-    size = len(source.label) if merged else source.num_train
+    is_pooled = spec.test_split in held_out.POOLED
+    size = len(source.label) if is_pooled else source.num_train
     # The rows of a text have neighbours, which stay together.
     in_order = spec.partition == "contiguous" or (
         source.is_text and spec.partition == "natural"
@@ -178,7 +178,10 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         _check_owners(drawn.count, source, spec)
     _check_sizes(drawn.count, spec)
     owned = parts.Parts(pool[drawn.row], drawn.count)
-    train, test = held_out.split(owned, source.label, spec.test_split, seed)
+    if spec.partition in pfllib.KINDS and spec.test_split == "merged":
+        train, test = pfllib.divided(owned, gen)
+    else:
+        train, test = held_out.split(owned, source.label, spec.test_split, seed)
     train = held_out.first_share(train, source.label, spec.train_share)
     tail = np.arange(source.num_train, len(source.label))
     return Split(train, test, tail if official else tail[:0], proxy)

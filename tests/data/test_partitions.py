@@ -81,7 +81,7 @@ def test_laws(kind, test_split, fraction, tmp_path):
     if kind != "pathological overlap":
         assert all(len({*one}) == len(one) for one in tables.owned(split))
     assert (len(np.unique(rows)) == len(rows)) == ("overlap" not in kind)
-    is_merged = test_split in ("pool", "pool_stratified")
+    is_merged = test_split in ("pool", "pool_stratified", "merged")
     pool = np.setdiff1d(np.arange(2400 if is_merged else 1920), split.proxy)
     assert np.isin(rows, pool).all()
     if name in WHOLE:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import zlib
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ COUNTS = pathlib.Path(__file__).with_name("pfllib_counts.json")
 
 
 def spec(kind, num_clients=20, **rest):
-    given = {"partition_alpha": 0.1, "test_split": "pool"} | rest
+    given = {"partition_alpha": 0.1, "test_split": "merged"} | rest
     return partitions.PartitionSpec(kind, num_clients, **given)
 
 
@@ -32,6 +33,17 @@ def test_published_class_counts(fashion):
     split = partitions.split(fashion, spec("pfllib_dirichlet"), 1)
     found = tables.histogram(split, fashion)
     np.testing.assert_array_equal(found, json.loads(COUNTS.read_text()))
+
+
+@pytest.mark.parametrize(
+    "kind, train, test",
+    [("dirichlet", 1668199578, 273352722), ("pathological", 2829283501, 1522721157)],
+)
+def test_rows(fashion, kind, train, test):
+    """Those of PFLlib's script with seed 1, by the CRCs of rows and counts."""
+    split = partitions.split(fashion, spec(f"pfllib_{kind}"), 1)
+    found = [np.concatenate(one).astype("<i8").tobytes() for one in split[:2]]
+    assert list(map(zlib.crc32, found)) == [train, test]
 
 
 @pytest.mark.parametrize("per_client", [1, 2, 3])
@@ -68,3 +80,13 @@ def test_refusals(kind, clients, given, line):
     source = tables.table([300] * 6)
     with pytest.raises(ValueError, match=line):
         partitions.split(source, spec(f"pfllib_{kind}", clients, **given), 0)
+
+
+@pytest.mark.parametrize("kind", ["iid", "pfllib_pathological"])
+def test_merged(kind):
+    """Three quarters of each client's rows train, official test rows among them."""
+    source = tables.table([300] * 6, num_train=1500)
+    split = partitions.split(source, spec(kind, 7), 0)
+    sizes = np.array([list(map(len, pair)) for pair in tables.by_client(split)])
+    np.testing.assert_array_equal(sizes[:, 0], 3 * sizes.sum(1) // 4)
+    np.testing.assert_array_equal(tables.all_owned(split), np.arange(1800))
