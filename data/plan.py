@@ -108,8 +108,8 @@ class Planner:
             who: Who takes part, and for how long; None = all, for all their steps.
 
         Raises:
-            ValueError: too few clients can be drawn, there is no such graph, or no
-                client does a step before the deadline of a round.
+            ValueError: too few clients can be drawn, there is no such graph, no client
+                fills a batch, or none does a step before the deadline of a round.
         """
         self._seeds, self._num_rows = list(seeds), np.asarray(num_rows)
         self.num_clients = num_clients = self._num_rows.shape[1]
@@ -134,6 +134,13 @@ class Planner:
             self._owners = slots.Layout(num_clients, self._devices)
             self._slot, self._padding = self._owners.slots, self._owners.num_rows
         most = int(self._num_rows.max())
+        for spec in specs:
+            if spec.drop_last and not (spec.rows(self._num_rows) > 0).any(1).all():
+                raise ValueError(
+                    f"--drop_last: no client fills a batch of --batch_size="
+                    f"{spec.batch_size}, as they have at most {most} train rows or "
+                    "--examples_per_round; lower it"
+                )
         self._specs = tuple(
             spec._replace(batch_size=shapes.capped(spec.batch_size, most))
             for spec in specs

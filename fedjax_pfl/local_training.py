@@ -35,6 +35,11 @@ class LocalTraining:
         "each, 0 = all",
         minimum=0,
     )
+    drop_last: bool = option(
+        False,
+        "leave out the rows of an epoch that do not fill a batch, as PyTorch's loaders "
+        "may; a client with fewer than --batch_size rows takes no step",
+    )
     client_optimizer: str = option(
         "sgd", "optimizer of the local steps", choices=optimizer.NAMES
     )
@@ -171,7 +176,8 @@ def plan(
 ) -> types.PlanSpec:
     """The step plan of `local_epochs` (or `epochs`) over a client's examples."""
     epochs = epochs or hparams.local_epochs
-    return types.PlanSpec(name, epochs, hparams.batch_size, hparams.examples_per_round)
+    rows = hparams.examples_per_round, hparams.drop_last
+    return types.PlanSpec(name, epochs, hparams.batch_size, *rows)
 
 
 def _masks(

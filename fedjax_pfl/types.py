@@ -345,20 +345,23 @@ def _keys(key: jax.Array, names: jax.Array) -> jax.Array:
 class PlanSpec(NamedTuple):
     """A step plan that an algorithm asks for: epochs over the client's train rows.
 
-    With `max_rows` an epoch has at most so many, drawn again each time; 0 = all.
+    With `max_rows` an epoch has at most so many, drawn again each time; 0 = all. With
+    `drop_last` it has whole batches only: the rows that would make a short last one are
+    left out, others in each epoch, and a client with fewer rows than B takes no step.
     """
 
     name: str
     epochs: int
     batch_size: int
     max_rows: int = 0
+    drop_last: bool = False
 
     def rows(self, owned: Any) -> Any:
         """int[...]: rows of an epoch of clients that own int[...]."""
-        if not self.max_rows:
-            return owned
-        minimum = np.minimum if isinstance(owned, np.ndarray) else jnp.minimum
-        return minimum(owned, self.max_rows)
+        if self.max_rows:
+            minimum = np.minimum if isinstance(owned, np.ndarray) else jnp.minimum
+            owned = minimum(owned, self.max_rows)
+        return owned - owned % self.batch_size if self.drop_last else owned
 
     def steps(self, owned: Any) -> Any:
         """int[...]: all steps of clients that own int[...]."""

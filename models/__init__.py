@@ -11,6 +11,7 @@ MODELS: dict[str, Callable[[int, float], types.Model]] = {
     "mlp": mlp.mlp,
     "fedavg_cnn": cnn.fedavg_cnn,
     "cnn_same": cnn.cnn_same,
+    "lenet5": cnn.lenet5,
     "cdkt_mnist": cnn.cdkt_mnist,
     "cdkt_mnist_small": cnn.cdkt_mnist_small,
     "cdkt_cifar": cnn.cdkt_cifar,

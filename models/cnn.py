@@ -35,7 +35,7 @@ def _cnn(
 
 
 def fedavg_cnn(num_classes: int, width: float = 1.0) -> types.Model:
-    """FedAvg's CNN, valid padding: 582,026 parameters on 28x28x1."""
+    """FedAvg's CNN, valid padding, as PFLlib has it: 582,026 parameters on 28x28x1."""
     convs = [stages.Conv(32, 5, "VALID"), stages.Conv(64, 5, "VALID")]
     return _cnn("fedavg_cnn", convs, [stages.Dense(512)], num_classes, width)
 
@@ -44,6 +44,13 @@ def cnn_same(num_classes: int, width: float = 1.0) -> types.Model:
     """FedAvg's CNN with same padding: 1,663,370 parameters on 28x28x1."""
     convs = [stages.Conv(32, 5), stages.Conv(64, 5)]
     return _cnn("cnn_same", convs, [stages.Dense(512)], num_classes, width)
+
+
+def lenet5(num_classes: int, width: float = 1.0) -> types.Model:
+    """LeNet-5 with ReLU, as in Flower's niid_bench: 44,426 parameters on 28x28x1."""
+    convs = [stages.Conv(6, 5, "VALID"), stages.Conv(16, 5, "VALID")]
+    denses = [stages.Dense(120), stages.Dense(84)]
+    return _cnn("lenet5", convs, denses, num_classes, width)
 
 
 def cdkt_mnist(num_classes: int, width: float = 1.0) -> types.Model:

@@ -23,6 +23,7 @@ from data.partitions import (
     held_out,
     parts,
     pathological,
+    pfllib,
 )
 from fedjax_pfl import options, rng, shapes, types
 
@@ -35,6 +36,8 @@ PARTITIONS = {
     "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
     "cdkt_paper": "the same sizes, but random classes as in the CDKT paper",
+    "pfllib_dirichlet": "as dirichlet, with the rows of PFLlib's clients",
+    "pfllib_pathological": "classes_per_client classes, with the rows of PFLlib's",
     "natural": "the client ids of an npz data set, or the owners of a text",
     "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
@@ -68,7 +71,7 @@ def _draw(
     source: dataset.Dataset,
     pool: np.ndarray,
     spec: PartitionSpec,
-    gen: np.random.Generator,
+    gen: np.random.Generator | np.random.RandomState,
 ) -> parts.Parts:
     """Draws positions in `pool` for each client, by the kind of `spec`."""
     labels, count = source.label[pool], spec.num_clients
@@ -93,6 +96,12 @@ def _draw(
             return classes.split(labels, client_classes=spec.client_classes, gen=gen)
         case "cdkt" | "cdkt_paper":
             return cdkt.split(labels, spec.cdkt, count)
+        case "pfllib_dirichlet":
+            common["min_examples"] = spec.min_examples
+            return pfllib.dirichlet(labels, alpha=alpha, **common)
+        case "pfllib_pathological":
+            common["classes_per_client"] = spec.classes_per_client
+            return pfllib.pathological(labels, **common)
         case "natural":
             # Rows of owners beyond these are unowned.
             owner = source.client[pool]
@@ -133,8 +142,8 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
             "--test_split=official: this data set has no official test rows; take "
             "client_share, or give test=(x, y) from Python"
         )
-    merged = spec.test_split in ("pool", "pool_stratified")
-    size = len(source.label) if merged else source.num_train
+    is_pooled = spec.test_split in held_out.POOLED
+    size = len(source.label) if is_pooled else source.num_train
     # The rows of a text have neighbours, which stay together.
     in_order = spec.partition == "contiguous" or (
         source.is_text and spec.partition == "natural"
@@ -162,12 +171,17 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         why = f"for --min_examples={spec.min_examples} of {len(pool)}"
         most = len(pool) // spec.min_examples
         options.check_at_most("num_clients", spec.num_clients, most, why)
+    if spec.partition in pfllib.KINDS:
+        pool, gen = np.sort(pool), pfllib.generator(seed)
     drawn = _draw(source, pool, spec, gen)
     if spec.partition == "natural":
         _check_owners(drawn.count, source, spec)
     _check_sizes(drawn.count, spec)
     owned = parts.Parts(pool[drawn.row], drawn.count)
-    train, test = held_out.split(owned, source.label, spec.test_split, seed)
+    if spec.partition in pfllib.KINDS and spec.test_split == "merged":
+        train, test = pfllib.divided(owned, gen)
+    else:
+        train, test = held_out.split(owned, source.label, spec.test_split, seed)
     train = held_out.first_share(train, source.label, spec.train_share)
     tail = np.arange(source.num_train, len(source.label))
     return Split(train, test, tail if official else tail[:0], proxy)

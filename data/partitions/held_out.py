@@ -6,7 +6,9 @@ from data import shuffle
 from data.partitions import parts
 from fedjax_pfl import rng
 
-TEST_SPLITS = ("pool", "pool_stratified", "client_share", "official")
+# Those whose clients also have official test rows
+POOLED = ("pool", "pool_stratified", "merged")
+TEST_SPLITS = (*POOLED, "client_share", "official")
 
 
 def split(
@@ -22,7 +24,8 @@ def split(
         labels: int[rows of the data set], or of a text int[rows, T].
         kind: One of `TEST_SPLITS`: `client_share` tests on floor(.2 n) rows, `pool`
             trains on floor(.8 n), `pool_stratified` does so with the same class mix,
-            and `official` trains on all.
+            `merged` trains on floor(.75 n), and `official` on all. PFLlib's partitions
+            have their own draw of `merged`, see `pfllib.divided`.
     """
     if kind == "official":
         return owned, parts.Parts(owned.row[:0], np.zeros_like(owned.count))
@@ -33,7 +36,8 @@ def split(
         )
     if not is_text:
         owned = owned._replace(row=owned.row[_shuffled(owned, seed, "data.split")])
-    num_train = np.floor((0.9 if is_text else 0.8) * owned.count + 1e-9).astype(int)
+    share = 0.9 if is_text else 0.75 if kind == "merged" else 0.8
+    num_train = np.floor(share * owned.count + 1e-9).astype(int)
     is_train = owned.place < np.repeat(num_train, owned.count)
     if kind == "pool_stratified":
         is_train = _stratified(owned, labels[owned.row], num_train)

@@ -50,6 +50,11 @@ def of_options(
         )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizer(config, hparams)
+    if config.summary == "best":
+        out.append(
+            "--summary=best chooses the round by test rows, which makes results too "
+            "good; take it only beside others' tables that do so, else best_validation"
+        )
     if config.masked_loss == "chosen" and config.algo not in algorithms.ALGORITHMS:
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "

@@ -8,7 +8,7 @@ import numpy as np
 
 import models
 from data import dataset, loaders, partitions, texts
-from data.partitions import classes, file, pathological
+from data.partitions import classes, file, held_out, pathological
 from fedjax_pfl import options
 from launch.config import limits, presets, registry, schema
 
@@ -88,6 +88,11 @@ def resolve(
         rules["test_split"] = "client_share"
     if loaders.is_own(name) and source.num_train < len(source.label):
         rules["test_split"] = "official"
+        if partition == "natural" and config.test_split in held_out.POOLED:
+            raise ValueError(
+                f"--test_split={config.test_split}: official test rows belong to no "
+                "owner; take official or client_share"
+            )
     if source.takes == "labelled tokens":
         rules |= {"normalization": "none", "augment": "none"}
     if partition.startswith(file.PREFIX):

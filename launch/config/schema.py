@@ -13,7 +13,7 @@ from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
 
-SUMMARIES = ("median_last10", "mean_last10", "last", "best_validation")
+SUMMARIES = ("median_last10", "mean_last10", "last", "best_validation", "best")
 # jax's names for the precisions of matrix products of float32
 PRECISIONS = {
     "f32": "highest",
@@ -206,7 +206,7 @@ class Data:
         "concentration of Dirichlet partitions [alpha]",
         above=0,
         label="always",
-        needs={"partition": ("client_dirichlet", "dirichlet")},
+        needs={"partition": ("client_dirichlet", "dirichlet", "pfllib_dirichlet")},
         is_noted=True,
     )
     partition_draw: str = option(
@@ -224,7 +224,9 @@ class Data:
         None,
         "classes of each client (pathological, cdkt)",
         minimum=1,
-        needs={"partition": ("pathological", "cdkt", "cdkt_paper")},
+        needs={
+            "partition": ("pathological", "pfllib_pathological", "cdkt", "cdkt_paper")
+        },
         is_noted=True,
     )
     client_classes: str = option(
@@ -369,7 +371,8 @@ class Evaluation:
     summary: str | None = option(
         None,
         "how a curve becomes one number; best_validation = each seed's metrics after "
-        "the round with the best val_client_accuracy (of a text val_client_perplexity)",
+        "the round with the best val_client_accuracy (of a text val_client_perplexity);"
+        " best = after that with the best accuracy on test rows, as others' tables do",
         choices=SUMMARIES,
     )
     early_stop: int = option(

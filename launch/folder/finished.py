@@ -77,8 +77,8 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
     With `fine_tune_epochs` there is `fine_tuned_accuracy` too. A text has perplexities
     instead, as `perplexity`, and no class counts. Names of classes and of the clients'
-    owners are included if they are not numbers. With --summary=best_validation there is
-    one round, -1, which stands for `best_round` [seed] ([seed, point] in a sweep).
+    owners are included if they are not numbers. If --summary chooses a round, there is
+    one, -1, which stands for `best_round` [seed] ([seed, point] in a sweep).
     """
     found = run.client_accuracies[:, : len(run.window)]
     points, seeds = run.points, len(run.seeds)
@@ -92,7 +92,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
     rounds, best = np.asarray(run.window), {}
-    if run.config.summary == summaries.BEST:
+    if run.config.summary in summaries.CHOSEN_BY:
         every = [run.best_rounds(place).values() for place in range(len(points))]
         of_each = np.array([list(one) for one in every])[..., 0].T
         rounds = np.array([-1])

@@ -194,11 +194,10 @@ class Run:
         return all(one is not None and self.round - one >= patience for one in best)
 
     def _best_round(self, index: int) -> int | None:
-        """The round of a variant with the best validation so far."""
+        """The round of a variant that is the best so far, by `--summary`."""
         # Each evaluation has a record of every variant, in order.
-        return summaries.best_round(
-            self.metrics[index :: self.simulation.variants.count]
-        )
+        records = self.metrics[index :: self.simulation.variants.count]
+        return summaries.best_round(records, self.config.summary)
 
     def next_stop(self, every: int = 0) -> int:
         """The next round after which to evaluate or save; now if an evaluation is due.
@@ -238,7 +237,7 @@ class Run:
 
     def _slot(self, index: int) -> int | None:
         """The place of this round in a variant's `client_accuracies`, None = none."""
-        if self.config.summary == summaries.BEST:
+        if self.config.summary in summaries.CHOSEN_BY:
             return 0 if self._best_round(index) in (None, self.round) else None
         return self.window.index(self.round) if self.round in self.window else None
 
@@ -339,7 +338,7 @@ class Run:
 
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
         """Copies the accuracies of rounds in `window` that are in the present one."""
-        if self.config.summary == summaries.BEST:
+        if self.config.summary in summaries.CHOSEN_BY:
             self.client_accuracies[:, 0] = accuracies[:, 0]
             return
         for slot, done in enumerate(window):
@@ -368,7 +367,7 @@ class Run:
         """
         self.start()
         window, rule = self.window, self.config.summary
-        is_best = rule == summaries.BEST
+        is_best = rule in summaries.CHOSEN_BY
         if self.round < self.config.rounds and self.metrics and not is_best:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
@@ -407,10 +406,10 @@ class Run:
     ) -> dict[str, Any]:
         """The part of a summary about one point of a sweep."""
         found = sweep.of_point(self.metrics, point), self.seeds
-        if rule == summaries.BEST:
+        if rule in summaries.CHOSEN_BY:
             window = self.best_rounds(self.points.index(point))
         metrics = summaries.summarize(*found, window, rule, self.round)
-        if rule == summaries.BEST and metrics:
+        if rule in summaries.CHOSEN_BY and metrics:
             rounds = [float(one) for (one,) in window.values()]
             metrics["best_round"] = summaries.spread(rounds)
         last = summaries.summarize(*found, (self.round,), "last", self.round)
@@ -432,7 +431,7 @@ class Run:
         return {"point": point, **out} if point else out
 
     def best_rounds(self, point: int = 0) -> dict[int, tuple[int]]:
-        """The round of each seed with the best validation, at a point of a sweep."""
+        """The best round of each seed by `--summary`, at a point of a sweep."""
         index = self.simulation.variants.index
         found = [self._best_round(index(n, point)) for n in range(len(self.seeds))]
         # Without any, as after a divergence, the last one counts.

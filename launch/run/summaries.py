@@ -20,8 +20,8 @@ COUNTERS = (
 )
 
 BEST = "best_validation"
-# The metrics by which a round is best, of which the first that was measured counts.
-# Perplexities are better where they are lower.
+# The metrics of validation rows by which a round is best, of which the first that was
+# measured counts. Perplexities are better where they are lower.
 CHOOSING = tuple(
     metric_kinds.VALIDATION + name
     for name in (
@@ -33,6 +33,19 @@ CHOOSING = tuple(
         "masked_perplexity",
     )
 )
+# Those of each rule that chooses a round. Tables with the best round on test rows count
+# every row of every client equally.
+CHOSEN_BY = {
+    BEST: CHOOSING,
+    "best": (
+        "client_accuracy_pooled",
+        "global_accuracy",
+        "client_perplexity_pooled",
+        "client_masked_perplexity",
+        "global_perplexity",
+        "masked_perplexity",
+    ),
+}
 
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = metric_kinds.CLIENTS_IN
@@ -42,9 +55,9 @@ def window(rule_name: str, rounds: int) -> tuple[int, ...]:
     """The evaluated rounds of a summary, as numbers of finished rounds.
 
     There are ten, or a quarter of a short run, because ten would be its whole curve.
-    The round with the best validation is not known before.
+    The best round is not known before.
     """
-    if rule_name in ("last", BEST):
+    if rule_name == "last" or rule_name in CHOSEN_BY:
         return (rounds,)
     count = max(1, min(10, rounds // 4))
     if rule_name == "mean_last10":
@@ -53,12 +66,15 @@ def window(rule_name: str, rounds: int) -> tuple[int, ...]:
     return tuple(range(max(1, rounds - count), rounds)) or (rounds,)
 
 
-def best_round(records: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first round with the best validation of one variant, None = none has any.
+def best_round(
+    records: Sequence[Mapping[str, Any]], rule_name: str = BEST
+) -> int | None:
+    """The first round that is best by a rule, of one variant, None = none has a metric.
 
     Records after a divergence do not count.
     """
-    name = next((n for n in CHOOSING if any(n in one for one in records)), None)
+    choosing = CHOSEN_BY[rule_name]
+    name = next((n for n in choosing if any(n in one for one in records)), None)
     sign = 1 if name and metric_kinds.of(name) is metric_kinds.Kind.PERPLEXITY else -1
     found = [
         (sign * one[name], one["round"])
@@ -74,6 +90,8 @@ def in_words(rule_name: str, window: Sequence[int]) -> str:
         return rule_name
     if rule_name == BEST:
         return "round with the best validation"
+    if rule_name == "best":
+        return "best round on test rows"
     kind = "median" if rule_name.startswith("median") else "mean"
     if len(window) == 1:
         return f"{kind} of round {window[0]}"

@@ -68,7 +68,7 @@ TITLES = {
     "fine_tuned_loss": "Fine-tuned, test loss",
     "unseen_loss": "Unseen, test loss",
     "unseen_fine_tuned_loss": "Unseen, fine-tuned, test loss",
-    "best_round": "Round of the best validation",
+    "best_round": "Best round",
     "dropped": "dropped",
     "critical": "critical",
     "global_perplexity": "Global",

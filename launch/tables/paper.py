@@ -50,7 +50,8 @@ def sheet(
     fraction of a row's last accuracy (`until`).
 
     A row of `ablated` without an effect gets a warning. A single number of the paper is
-    shown beside every metric if the paper does not say when it was measured.
+    shown beside every metric if the paper does not say when it was measured. Percent
+    have `digits` decimals in cells, by default one.
     """
     metrics = table["metrics"]
     results = [(c, done and curves.with_later(done, metrics)) for c, done in results]
@@ -61,7 +62,8 @@ def sheet(
         legend += ": paper / ours / difference"
     values = list(dict.fromkeys(cell.value for cell, _ in results))
     rows = list(dict.fromkeys(cell.row for cell, _ in results))
-    shown = {cell.place: _texts(cell, done, metrics) for cell, done in results}
+    digits = table.get("digits")
+    shown = {c.place: _texts(c, done, metrics, digits) for c, done in results}
     if "columns" in table or len(metrics) == 1:
         legend = f"{table.get('columns', 'percent')}, {legend}"
         parts = [
@@ -102,15 +104,25 @@ def sheet(
     return sheets.Sheet(table["title"], notes, grids)
 
 
-def _texts(cell: Cell, done: Done, metrics: Sequence[str]) -> dict[str, str]:
-    """The texts of a cell by metric; a single number of the paper is used for all."""
+def _texts(
+    cell: Cell, done: Done, metrics: Sequence[str], digits: int | None
+) -> dict[str, str]:
+    """The texts of a cell by metric; a single number of the paper is used for all.
+
+    `digits` are the decimals of percentages, None = the usual ones.
+    """
     paper = cell.paper or [None]
     numbers = paper if len(paper) == len(metrics) else paper * len(metrics)
     pairs = zip(metrics, numbers, strict=True)
-    return {metric: _text(done, metric, number) for metric, number in pairs}
+    return {metric: _text(done, metric, number, digits) for metric, number in pairs}
 
 
-def _text(done: Done, metric: str, number: float | list[float] | None) -> str:
+def _text(
+    done: Done,
+    metric: str,
+    number: float | list[float] | None,
+    digits: int | None,
+) -> str:
     """`paper / ours / difference`, or ours alone if the paper has no number."""
     pair = number if isinstance(number, list) else [number]
     paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
@@ -121,6 +133,8 @@ def _text(done: Done, metric: str, number: float | list[float] | None) -> str:
         return f"{before}-"
     entry = done["metrics"][metric]
     how = words.metric(metric, summaries.kinds(done))
+    if digits is not None and how.unit:
+        how = how._replace(digits=digits)
     ours = how.text(entry)
     if done.get("diverged"):
         ours += f" ({words.diverged(done['diverged'])})"

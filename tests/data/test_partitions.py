@@ -39,11 +39,14 @@ KINDS = {
     "cdkt": {"cdkt": PROTOCOL},
     "cdkt overlap": {"cdkt": PROTOCOL._replace(overlap=True)},
     "cdkt_paper": {"cdkt": PROTOCOL._replace(random_labels=True)},
+    "pfllib_dirichlet": {},
+    "pfllib_pathological": {},
     "natural": {},
 }
 # Those whose clients have all rows of the pool, and whose rows no seed changes.
-WHOLE, SEEDLESS = {"iid", "contiguous", "dirichlet", "natural"}, {"contiguous"}
-SEEDLESS |= {"natural"}
+WHOLE = {"iid", "contiguous", "dirichlet", "natural"}
+WHOLE |= {"pfllib_dirichlet", "pfllib_pathological"}
+SEEDLESS = {"contiguous", "natural"}
 
 
 def test_laws_are_of_every_partition():
@@ -78,7 +81,7 @@ def test_laws(kind, test_split, fraction, tmp_path):
     if kind != "pathological overlap":
         assert all(len({*one}) == len(one) for one in tables.owned(split))
     assert (len(np.unique(rows)) == len(rows)) == ("overlap" not in kind)
-    is_merged = test_split in ("pool", "pool_stratified")
+    is_merged = test_split in ("pool", "pool_stratified", "merged")
     pool = np.setdiff1d(np.arange(2400 if is_merged else 1920), split.proxy)
     assert np.isin(rows, pool).all()
     if name in WHOLE:

@@ -1,6 +1,7 @@
 """Plans: a cohort is a pure function of (seed, round)."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -205,6 +206,38 @@ def test_at_most_so_many_rows_of_a_client():
     assert planner.num_steps(0, np.arange(7))["local"].max() == 4
     work = windows.work_of(planner, 0, planner.window(0, 0, 3, 4, 0), types.Execution())
     assert work.samples.tolist() == [2 * int(np.minimum(SIZES[0], 8).sum())] * 3 + [0]
+
+
+@pytest.mark.parametrize("max_rows", [0, 13])
+def test_a_short_last_batch_is_dropped(max_rows):
+    """Each epoch has the first whole batches of its own order; a small client none."""
+    every = types.PlanSpec("local", 2, 7, max_rows)
+    whole, short = (
+        make(7, specs=(spec,)).cohort(0, 1)
+        for spec in (every, every._replace(drop_last=True))
+    )
+    np.testing.assert_array_equal(whole.client_id, short.client_id)
+    owned = np.minimum(SIZES[0, short.client_id], max_rows or 99)
+    cut, used = short.plans["local"], owned // 7 * 7
+    np.testing.assert_array_equal(cut.num_rows, used)
+    np.testing.assert_array_equal(cut.num_steps, 2 * (owned // 7))
+    assert (used == 0).any() and (used < owned).any()
+    for index, size in enumerate(owned):
+        one, other = (
+            np.asarray(plan.position[0])[plan.first[index] :][: 2 * count]
+            for plan, count in ((whole.plans["local"], size), (cut, used[index]))
+        )
+        heads = one.reshape(2, size)[:, : used[index]]
+        np.testing.assert_array_equal(other.reshape(heads.shape), heads)
+        of_row = jax.tree.map(jnp.asarray, cut).of_row(index)
+        steps = [of_row.step(step)[0] for step in range(2 * (size // 7))]
+        assert all((np.asarray(one) >= 0).all() for one in steps)
+
+
+def test_a_batch_that_no_client_fills_is_not_dropped_in_silence():
+    """It would leave no step, so it is refused; elsewhere it is only padding."""
+    with pytest.raises(ValueError, match="--drop_last: .* at most 40 train rows"):
+        make(specs=(LOCAL._replace(batch_size=31, drop_last=True),))
 
 
 def test_rows_are_sorted_by_level_then_size():

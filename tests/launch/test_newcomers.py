@@ -192,14 +192,24 @@ def test_it_leaves_the_run_as_it_is(state):
         assert "fine_tuned_loss" in other and "val_fine_tuned_loss" in other
 
 
-def test_the_best_round_by_validation(tmp_path):
+@pytest.mark.parametrize(
+    "summary, by",
+    [
+        ("best_validation", "val_client_accuracy"),
+        ("best", "client_accuracy_pooled"),
+    ],
+)
+def test_the_best_round(tmp_path, summary, by):
+    """By validation rows, or by test rows where that is asked for, and then said."""
     given = {"rounds": 6, "eval_every": 1, "num_seeds": 2, "val_split": 0.25}
     folder = str(tmp_path / "run")
-    experiment = ran(**given, summary="best_validation", workdir=folder)
+    experiment = ran(**given, summary=summary, workdir=folder)
+    said = [note for note in experiment.notes if "by test rows" in note]
+    assert len(said) == (summary == "best")
     summary = experiment.summary()
     for place, seed in enumerate(experiment.seeds):
         mine = [one for one in experiment.metrics if one["seed"] == seed]
-        best = max(mine, key=lambda one: (one["val_client_accuracy"], -one["round"]))
+        best = max(mine, key=lambda one: (one[by], -one["round"]))
         metrics = summary["metrics"]
         assert metrics["best_round"]["per_seed"][place] == best["round"]
         assert metrics["client_accuracy"]["per_seed"][place] == best["client_accuracy"]

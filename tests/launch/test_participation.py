@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -92,6 +93,26 @@ def test_nothing_changes_where_all_take_part():
     timed = ran(client_speed="lognormal:1", availability="1")
     assert len({one.simulation.digest() for one in (plain, timed)}) == 1
     assert untimed(plain.metrics) == untimed(timed.metrics, "clock")
+
+
+@pytest.mark.parametrize("how", [{"client_chunk": 1}, {"client_chunk": 4}])
+def test_a_client_without_a_whole_batch_takes_no_step(how):
+    """Its model stays as it was, those of others do not, and a line says so."""
+    given = {"algo": "local", "batch_size": 13, "clients_per_round": 8} | how
+    experiment = ran(**given, drop_last=True)
+    size = np.asarray(experiment.data.partition.train.count)[0]
+    start = ran(**given, client_lr=0.0).state.clients
+    for first, last in zip(
+        *map(jax.tree.leaves, (start, experiment.state.clients)), strict=True
+    ):
+        is_same = [(a == b).all() for a, b in zip(first[0], last[0], strict=True)]
+        np.testing.assert_array_equal(is_same, size < 13)
+    assert experiment.totals.samples == 6 * (size // 13 * 13).sum()
+    said = [note for note in experiment.notes if "drop_last" in note]
+    assert said == [
+        "--drop_last: 2 of 8 clients have fewer than --batch_size=13 train rows and "
+        "take no step"
+    ]
 
 
 def test_interrupted_clients_take_fewer_steps():

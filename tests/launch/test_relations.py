@@ -192,7 +192,7 @@ DECLARED = """
 adjacency needs topology=file !
 augment only images
 c_gen only images
-classes_per_client notes partition=pathological/cdkt/cdkt_paper
+classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_paper
 client_classes needs partition=classes !
 drop_every notes layer_dropping=true
 early_stop needs val_split=on
@@ -219,7 +219,7 @@ normalization only images
 num_peers needs topology=random/ring/regular
 owner only tables
 owners only owned texts
-partition_alpha notes partition=client_dirichlet/dirichlet
+partition_alpha notes partition=client_dirichlet/dirichlet/pfllib_dirichlet
 partition_draw notes partition=client_dirichlet/pathological
 personal_from excludes layer_dropping=on
 proximal_weight needs layer_personalization=true

@@ -354,6 +354,18 @@ def shown(table, runs):
     return sheets.markdown(paper.sheet(defaults | table, "blobs", found))
 
 
+def test_decimals_of_percent():
+    """As many as a table asks for, where a paper's numbers have so many."""
+    metrics = {"client_accuracy": entry(0.97431, 0.97433), "best_round": entry(3, 4)}
+    runs = {
+        ("one", "A"): ({"metrics": metrics, "numbers": ["best_round"]}, [97.4, None])
+    }
+    table = {"metrics": list(metrics)}
+    assert "| 97.40 / 97.4 ± 0.0 / +0.0 | 3.500 ± 0.707 |" in shown(table, runs)
+    text = shown(table | {"digits": 2}, runs)
+    assert "| 97.40 / 97.43 ± 0.00 / +0.03 | 3.500 ± 0.707 |" in text
+
+
 def test_numbers_are_not_percent():
     """Values and differences of what a summary calls a number are as they are."""
     metrics = {"divergence_0_1": entry(0.25, 0.5), "dropped": entry(0.25, 0.5)}

@@ -85,6 +85,10 @@ def resolved(data=None, **given):
             ["iid", 100, 1000, "depth_resnet18", "cifar100", "official", 0.0],
         ),
         (
+            {"algo": "fedrep", "preset": "pfllib", "dataset": "fashion_mnist"},
+            ["pfllib_dirichlet", 20, 2000, "fedavg_cnn", "half", "merged", 0.0],
+        ),
+        (
             {"algo": "fedavg", "dataset": "femnist", "model": "mlp"},
             ["client_dirichlet", 20, 20, "mlp", "channel", "client_share", 0.0],
         ),
@@ -99,6 +103,23 @@ def test_rules_by_preset_and_data_set(given, expected):
     assert made.client_model == made.model
     is_cropped = made.preset == "depthfl" and made.dataset.startswith("cifar")
     assert made.augment == ("crop_flip" if is_cropped else "none")
+
+
+def test_pfllib_s_leaderboard():
+    """Its clients and optimizer; no other preset chooses a round by test rows."""
+    made, hparams = resolved(algo="fedrep", preset="pfllib", dataset="fashion_mnist")
+    assert (made.partition_alpha, made.partition_seed) == (0.1, 1)
+    assert (made.clients_per_round, made.eval_every, made.summary) == (20, 1, "best")
+    names = "batch_size", "client_lr", "local_epochs", "head_epochs", "personal_from"
+    assert [getattr(hparams, n) for n in names] == [10, 0.005, 2, 1, "last"]
+    assert hparams.drop_last
+    given = {"preset": "pfllib", "partition": "pfllib_pathological"}
+    made, hparams = resolved(algo="apfl", **given)
+    assert (made.classes_per_client, hparams.own_weight) == (2, 1.0)
+    for name in presets.PRESETS:
+        rules = [rule.options for _, rule in presets.rules(name)]
+        by_test_rows = any(one.get("summary") == "best" for one in rules)
+        assert by_test_rows == (name == "pfllib")
 
 
 def test_every_common_option_is_set():

@@ -18,6 +18,8 @@ MNIST, CIFAR = (28, 28, 1), (32, 32, 3)
     ("name", "shape", "num_classes", "expected"),
     [
         ("fedavg_cnn", MNIST, 10, 582_026),
+        ("lenet5", MNIST, 10, 44_426),
+        ("lenet5", CIFAR, 10, 62_006),
         ("cnn_same", MNIST, 10, 1_663_370),
         ("cdkt_mnist", MNIST, 10, 834_922),
         ("cdkt_mnist_small", MNIST, 10, 3_217_738),
