@@ -42,7 +42,8 @@ def make(
     """The model `name`, the same object each time, so that programs can be shared.
 
     `width` is `--model_width`, the factor on hidden channels and widths. A model with
-    exits keeps its first `level` stages, 0 = all.
+    exits keeps its first `level` stages, 0 = all, and one more than all is its last
+    exit alone (`one_exit` in `types.Model`).
     """
     return _made(MODELS[name], num_classes, float(width), level)
 
@@ -55,6 +56,8 @@ def _made(
     level: int,
 ) -> types.Model:
     model = factory(num_classes, width)
+    if model.has_exits and level == len(model.one_exit.stage_names):
+        return model.one_exit
     return types.truncated(model, level or len(model.stage_names))
 
 

@@ -7,7 +7,8 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 * `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
 * `rows`: the rows of the data set on which it was trained, see `Rows`;
 * `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
-* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages;
+* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages,
+  which the last of several exits that serves alone is one of;
 * `classes`: the names of its classes in the order of the logits, if they have names;
 * `columns`: the names of a table's columns in the order of the vectors.
 
@@ -290,10 +291,10 @@ def teacher(
     num_classes, shape = source.num_classes, source.image.shape[1:]
     whole = models.make(name, num_classes, width)
     count = len(whole.stage_names)
-    if level > count or (level not in (0, count) and not whole.has_exits):
-        expected = (
-            f"1 to {count}" if whole.has_exits else f"{count}, as it has no exits"
-        )
+    if level not in (range(count + 2) if whole.has_exits else (0, count)):
+        expected = f"{count}, as it has no exits"
+        if whole.has_exits:
+            expected = f"1 to {count}, or {count + 1} where the last exit serves alone"
         raise ValueError(
             f"--teacher_level={level}: {name} has {count} stages, expected {expected}"
         )
