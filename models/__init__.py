@@ -55,10 +55,12 @@ def _made(
     width: float,
     level: int,
 ) -> types.Model:
-    model = factory(num_classes, width)
-    if model.has_exits and level == len(model.one_exit.stage_names):
-        return model.one_exit
-    return types.truncated(model, level or len(model.stage_names))
+    if not level:
+        return factory(num_classes, width)
+    whole = _made(factory, num_classes, width, 0)
+    if whole.has_exits and level == len(whole.one_exit.stage_names):
+        return whole.one_exit
+    return types.truncated(whole, level)
 
 
 def describe(name: str) -> str:
