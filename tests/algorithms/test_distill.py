@@ -223,10 +223,9 @@ def test_a_last_exit_alone_teaches(blobs, tmp_path, monkeypatch):
     """A file of FedAvg on a net with exits: one more stage than the net has."""
     monkeypatch.setitem(models.MODELS, "with_exits", toys.with_exits)
     given = OPTIONS | {"dataset": blobs, "algo": "fedavg", "model": "with_exits"}
-    del given["distill_target"]
     first = build.experiment(**given)
     path = first.save_model(tmp_path / "alone.msgpack")
-    assert model_files.read(path)["model"] == ("with_exits", 1.0, 4)
+    assert model_files.read(path)["model"] == ("with_exits", 0.1, 4)
     made = build.experiment(**OPTIONS, dataset=blobs, teacher=str(path))
     assert made.task.teacher == first.task.model
     chex.assert_trees_all_equal(

@@ -319,8 +319,9 @@ def test_the_last_exit_alone_is_one_more_stage(with_exits):
     chex.assert_trees_all_equal_shapes(
         tuple(parts), alone.init(jax.random.key(0), image)
     )
-    out, moved = alone.forward(*parts, image, train=True)
-    every, all_moved = model.forward(params, stats, image, train=True)
+    mode = {"train": True, "sample_mask": jnp.arange(7) < 5}
+    out, moved = alone.forward(*parts, image, **mode)
+    every, all_moved = model.forward(params, stats, image, **mode)
     np.testing.assert_array_equal(out, every[-1])
     chex.assert_trees_all_equal(moved[1], all_moved[1])
     chex.assert_trees_all_equal(moved[3]["trunk"], all_moved[2]["exit"])
