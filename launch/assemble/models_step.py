@@ -92,9 +92,10 @@ def _by_name(
                 continue
             by_name[name] = model.one_exit
             *_, before, last = model.one_exit.stage_names
+            flag = "model" if name == config.model else "client_model"
             notes.append(
-                f"--model={name} has {len(model.stage_names)} exits, and for --algo="
-                f"{config.algo} the last serves alone, stage {last} after {before}"
+                f"--{flag}={name} has exits, of which --algo={config.algo} has the "
+                f"last alone: stage {last}, after {before}"
             )
     hashes: dict[str, str] = {}
     for name, model in by_name.items():

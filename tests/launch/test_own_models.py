@@ -202,7 +202,7 @@ def test_the_last_exit_is_what_one_would_write(given):
     whole, written = (made(model=one, **given) for one in (exits_of_width, alone))
     assert whole.task.model.stage_names == ("one", "two", "exit")
     (line,) = [one for one in whole.notes if "exit" in one]
-    assert "has 2 exits" in line and "stage exit after two" in line
+    assert f"algo={given['algo']} has the last alone: stage exit, after two" in line
     one, other = (run.run(progress=False)["metrics"] for run in (whole, written))
     assert one == other
     assert "bytes_up" in one
