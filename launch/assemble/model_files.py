@@ -3,7 +3,8 @@
 A file holds a nested dictionary of arrays, which can be read without this package:
 
 * `stages`: by name in the order of the chain, each with `params` and, if it has any,
-  `stats` (running statistics); a stage with an exit has these under `trunk` and `exit`;
+  `stats` (running statistics); a stage with an exit or a stem has these under `trunk`
+  and `exit` or `stem`;
 * `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
 * `rows`: the rows of the data set on which it was trained, see `Rows`;
 * `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
@@ -395,7 +396,8 @@ def _variables(
             )
     # npz files have no empty dictionaries, so a stage without parameters is missing.
     held = [stages.get(name, {}) for name in model.stage_names]
-    parts = [stage if "exit" in stage else {"trunk": stage} for stage in held]
+    alone = {"params", "stats"}
+    parts = [{"trunk": stage} if stage.keys() <= alone else stage for stage in held]
     params = [{n: own.get("params", {}) for n, own in one.items()} for one in parts]
     stats = [
         {n: own["stats"] for n, own in one.items() if "stats" in own} for one in parts
@@ -496,7 +498,7 @@ def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
             part: {"params": own} | ({"stats": stats[part]} if part in stats else {})
             for part, own in params.items()
         }
-        out[name] = parts if "exit" in parts else parts["trunk"]
+        out[name] = parts if len(parts) > 1 else parts["trunk"]
     return out
 
 
