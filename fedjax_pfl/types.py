@@ -66,6 +66,8 @@ class Model(NamedTuple):
             of shortcuts. In eval mode nothing is divided.
         takes: The kind of examples: `numbers` f32[B, ...], `tokens` int32[B, T] with
             logits f32[B, T, Y], or `labelled tokens` int32[B, T] with logits f32[B, Y].
+        one_exit: The same stages with the last exit alone, which is one more stage.
+            Methods without exits run it, and `launch` chooses. None = there are none.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Model(NamedTuple):
     answer: str = "ensemble"
     at_width: Callable[..., Model] | None = None
     takes: str = "numbers"
+    one_exit: Model | None = None
 
     def example(self, *shape: int) -> jax.ShapeDtypeStruct:
         """An array of the type of examples."""
@@ -95,7 +98,8 @@ def truncated(model: Model, level: int) -> Model:
         params, stats = model.init(key, x)
         return params[:level], stats[:level]
 
-    return model._replace(stage_names=model.stage_names[:level], init=init)
+    names = model.stage_names[:level]
+    return model._replace(stage_names=names, init=init, one_exit=None)
 
 
 class Task(NamedTuple):

@@ -32,8 +32,8 @@ def narrower(model: types.Model, rate: float, scaler: Any = 1.0) -> types.Model:
     """`model.at_width(rate, scaler)`, a ValueError without a narrower form."""
     if model.at_width is None:
         raise ValueError(
-            f"--model={model.name} flattens maps or has exits, so it has no narrower "
-            f"form that is a slice of it; take {WITH_WIDTHS}"
+            f"--model={model.name} has no narrower form that is a slice of it, as it "
+            f"flattens maps or has one width; take {WITH_WIDTHS}"
         )
     return model.at_width(rate, scaler)
 

@@ -110,6 +110,7 @@ def _print_counts(model: types.Model, shape: tuple[int, ...]) -> None:
     )
     levels = enumerate(counts.levels(model, shape), start=1)
     _print_table(["level"], [(f"{level}", *count) for level, count in levels])
+    model = model.one_exit or model
     if model.at_width is None:
         return
     by_width = {

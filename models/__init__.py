@@ -43,7 +43,8 @@ def make(
     """The model `name`, the same object each time, so that programs can be shared.
 
     `width` is `--model_width`, the factor on hidden channels and widths. A model with
-    exits keeps its first `level` stages, 0 = all.
+    exits keeps its first `level` stages, 0 = all, and one more than all is its last
+    exit alone (`one_exit` in `types.Model`).
     """
     return _made(MODELS[name], num_classes, float(width), level)
 
@@ -55,8 +56,12 @@ def _made(
     width: float,
     level: int,
 ) -> types.Model:
-    model = factory(num_classes, width)
-    return types.truncated(model, level or len(model.stage_names))
+    if not level:
+        return factory(num_classes, width)
+    whole = _made(factory, num_classes, width, 0)
+    if whole.has_exits and level == len(whole.one_exit.stage_names):
+        return whole.one_exit
+    return types.truncated(whole, level)
 
 
 def describe(name: str) -> str:

@@ -8,7 +8,7 @@ width 1, without running statistics, and are tested.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -112,10 +112,13 @@ def _chained(
     chains: Sequence[Sequence[int]],
     num_classes: int,
     multiple: int,
+    smallest: int,
+    at_width: Callable[..., types.Model],
 ) -> types.Model:
     """Four stages with exits, for images with sides that are multiples of `multiple`.
 
     `chains` has the output channels of the first three exits' separable convolutions.
+    Of the last exit alone, sides must be at least `smallest`.
     """
     names = [f"stage{i}" for i in range(1, 5)]
     exits = [
@@ -127,10 +130,14 @@ def _chained(
         name,
         list(zip(names, map(stages.Sequential, trunks), strict=True)),
         dict(zip(names, map(stages.Sequential, exits), strict=True)),
+        at_width=at_width,
     )
+    need = f"sides are at least {smallest}"
+    one = stages.demanding(model.one_exit, lambda side: side >= smallest, need)
     # A map of an odd side does not come back from half of it.
     need = f"side is a multiple of {multiple}"
-    return stages.demanding(model, lambda side: side % multiple == 0, need)
+    model = stages.demanding(model, lambda side: side % multiple == 0, need)
+    return model._replace(one_exit=one)
 
 
 def _convs(width: float, rate: float = 1.0, scaler: Any = 1.0) -> list[nn.Module]:
@@ -142,13 +149,20 @@ def _convs(width: float, rate: float = 1.0, scaler: Any = 1.0) -> list[nn.Module
     ]
 
 
-def depth_convnet(num_classes: int, width: float = 1.0) -> types.Model:
-    """DepthFL's ConvNet with an exit at each stage: 1,935,848 parameters."""
-    one, two, three, _ = map(stages.scaling(width), resnet.WIDTHS)
-    trunks = [[conv] for conv in _convs(width)]
+def depth_convnet(
+    num_classes: int, width: float = 1.0, rate: float = 1.0, scaler: Any = 1.0
+) -> types.Model:
+    """DepthFL's ConvNet with an exit at each stage: 1,935,848 parameters.
+
+    `rate` and `scaler` are those of `at_width` in `types.Model`. Exits have no scaler.
+    """
+    one, two, three, _ = map(stages.scaling(width, rate), resnet.WIDTHS)
+    trunks = [[conv] for conv in _convs(width, rate, scaler)]
     # Unlike those of the ResNets, these do not widen to the last stage's channels.
     chains = [(one, one), (two,), (three,)]
-    return _chained("depth_convnet", trunks, chains, num_classes, 16)
+    made = functools.partial(depth_convnet, num_classes, width)
+    about = num_classes, 16, 8, stages.widths(made, rate)
+    return _chained("depth_convnet", trunks, chains, *about)
 
 
 def convnet(
@@ -173,13 +187,20 @@ def convnet(
 
 
 def _resnet(
-    name: str, num_blocks: Sequence[int], num_classes: int, width: float
+    name: str,
+    num_blocks: Sequence[int],
+    num_classes: int,
+    width: float,
+    rate: float = 1.0,
+    scaler: Any = 1.0,
 ) -> types.Model:
-    widths = [stages.scaling(width)(features) for features in resnet.WIDTHS]
-    trunks = resnet.residual_stages(widths, num_blocks, "he")
-    trunks[0].insert(0, normed(widths[0], 3))
+    widths = [stages.scaling(width, rate)(features) for features in resnet.WIDTHS]
+    trunks = resnet.residual_stages(widths, num_blocks, "he", scaler)
+    trunks[0].insert(0, normed(widths[0], 3, scaler=scaler))
     chains = [widths[i:] for i in (1, 2, 3)]
-    return _chained(name, trunks, chains, num_classes, 8)
+    made = functools.partial(_resnet, name, num_blocks, num_classes, width)
+    about = num_classes, 8, 1, stages.widths(made, rate)
+    return _chained(name, trunks, chains, *about)
 
 
 def depth_resnet18(num_classes: int, width: float = 1.0) -> types.Model:

@@ -269,4 +269,4 @@ def _narrowing(
             own_checks.check_narrower(model, narrow, rate, example)
         return narrow
 
-    return model._replace(at_width=at_width)
+    return stages.narrowing(model, at_width)

@@ -303,7 +303,8 @@ def chain(
     Returns:
         A Model. `params[i]` is {"trunk": ...}, with "exit" where there is one and
         "stem" in the first stage. `stats[i]` has the running statistics of these parts,
-        if any.
+        if any. `one_exit` is the chain of the stages up to the last exit and of this,
+        the stage `exit`, and draws what that chain draws.
     """
     exits = dict(exits or {})
     parts = [
@@ -367,7 +368,26 @@ def chain(
         return (tuple(passed) if exits else h), tuple(new_stats)
 
     stage_names = tuple(stage for stage, _ in trunks)
-    return types.Model(name, stage_names, init, forward, bool(exits), at_width=at_width)
+    model = types.Model(name, stage_names, init, forward, bool(exits))
+    if exits:
+        last = max(map(stage_names.index, exits))
+        own = "exit"
+        while own in stage_names:
+            own += "_"
+        alone = [*trunks[: last + 1], (own, exits[stage_names[last]])]
+        one = chain(name, alone, stem=stem, is_drawn_once=is_drawn_once)
+        model = model._replace(one_exit=one)
+    return model if at_width is None else narrowing(model, at_width)
+
+
+def narrowing(model: types.Model, at_width: Callable[..., types.Model]) -> types.Model:
+    """The model with narrower forms, see `types.Model`, also where one exit serves."""
+
+    def of_one_exit(rate: float, scaler: Any = 1.0) -> types.Model:
+        return at_width(rate, scaler).one_exit
+
+    one = model.one_exit and model.one_exit._replace(at_width=of_one_exit)
+    return model._replace(at_width=at_width, one_exit=one)
 
 
 class UnfitError(ValueError):

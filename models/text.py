@@ -110,7 +110,8 @@ def _of_tokens(model: types.Model, width: int) -> types.Model:
             raise stages.UnfitError("needs rows of tokens")
         return model.init(key, x)
 
-    return model._replace(init=init, takes="tokens")
+    one = model.one_exit and _of_tokens(model.one_exit, width)
+    return model._replace(init=init, takes="tokens", one_exit=one)
 
 
 def depth_masked_lm(num_classes: int, width: float = 1.0) -> types.Model:

@@ -102,7 +102,7 @@ def assemble(
     made, of_others = _program(settings, planned, task, data, first, points)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
-    source = source._replace(notes=(*source.notes, *notes))
+    source = source._replace(notes=(*source.notes, *found.notes, *notes))
     return Parts(
         settings=settings._replace(source=source),
         made=made,

@@ -3,11 +3,13 @@
 A file holds a nested dictionary of arrays, which can be read without this package:
 
 * `stages`: by name in the order of the chain, each with `params` and, if it has any,
-  `stats` (running statistics); a stage with an exit has these under `trunk` and `exit`;
+  `stats` (running statistics); a stage with an exit or a stem has these under `trunk`
+  and `exit` or `stem`;
 * `input`: `mean` and `scale`; the first stage gets `(image - mean) * scale`;
 * `rows`: the rows of the data set on which it was trained, see `Rows`;
 * `sha256`: the hexadecimal hash of all these arrays (`checkpoint.digest`);
-* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages;
+* `model`: its `name`, `width` (`--model_width`) and `level`, the number of its stages,
+  which the last of several exits that serves alone is one of;
 * `classes`: the names of its classes in the order of the logits, if they have names;
 * `columns`: the names of a table's columns in the order of the vectors.
 
@@ -290,10 +292,10 @@ def teacher(
     num_classes, shape = source.num_classes, source.image.shape[1:]
     whole = models.make(name, num_classes, width)
     count = len(whole.stage_names)
-    if level > count or (level not in (0, count) and not whole.has_exits):
-        expected = (
-            f"1 to {count}" if whole.has_exits else f"{count}, as it has no exits"
-        )
+    if level not in (range(count + 2) if whole.has_exits else (0, count)):
+        expected = f"{count}, as it has no exits"
+        if whole.has_exits:
+            expected = f"1 to {count}, or {count + 1} where the last exit serves alone"
         raise ValueError(
             f"--teacher_level={level}: {name} has {count} stages, expected {expected}"
         )
@@ -394,7 +396,8 @@ def _variables(
             )
     # npz files have no empty dictionaries, so a stage without parameters is missing.
     held = [stages.get(name, {}) for name in model.stage_names]
-    parts = [stage if "exit" in stage else {"trunk": stage} for stage in held]
+    alone = {"params", "stats"}
+    parts = [{"trunk": stage} if stage.keys() <= alone else stage for stage in held]
     params = [{n: own.get("params", {}) for n, own in one.items()} for one in parts]
     stats = [
         {n: own["stats"] for n, own in one.items() if "stats" in own} for one in parts
@@ -495,7 +498,7 @@ def _stages(model: types.Model, variables: types.Variables) -> dict[str, Any]:
             part: {"params": own} | ({"stats": stats[part]} if part in stats else {})
             for part, own in params.items()
         }
-        out[name] = parts if "exit" in parts else parts["trunk"]
+        out[name] = parts if len(parts) > 1 else parts["trunk"]
     return out
 
 

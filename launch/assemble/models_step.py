@@ -25,6 +25,7 @@ class Models(NamedTuple):
         teacher, taught: The model of `--teacher` and its variables, or None and ().
         known: The facts that the files of `--init_from` and `--teacher` record.
         hashes: Hashes of what custom models compute, by name.
+        notes: A line for each model whose last exit serves alone.
     """
 
     server: types.Model
@@ -33,6 +34,7 @@ class Models(NamedTuple):
     taught: types.Variables | tuple[()]
     known: tuple[model_files.Known, ...]
     hashes: Mapping[str, str]
+    notes: tuple[str, ...]
 
 
 def made(settings: Settings, normal: Normal) -> Models:
@@ -46,7 +48,7 @@ def made(settings: Settings, normal: Normal) -> Models:
     if source.is_text and not settings.entry.text:
         fit.refuse_need(config, "text", f"--dataset={config.dataset} is a text")
     names = config.model, *config.client_model.split(",")
-    by_name, hashes = _by_name(settings, names, normal)
+    by_name, hashes, notes = _by_name(settings, names, normal)
     server, *clients = (by_name[name] for name in names)
     known = []
     if config.init_from:
@@ -63,7 +65,8 @@ def made(settings: Settings, normal: Normal) -> Models:
             for model in (server, *clients)
         )
         teacher = teacher and mixed.in_bfloat16(teacher)
-    return Models(server, tuple(clients), teacher, taught, tuple(known), hashes)
+    known = tuple(known)
+    return Models(server, tuple(clients), teacher, taught, known, hashes, notes)
 
 
 def is_taught(settings: Settings) -> bool:
@@ -74,14 +77,26 @@ def is_taught(settings: Settings) -> bool:
 
 def _by_name(
     settings: Settings, names: tuple[str, ...], normal: Normal
-) -> tuple[dict[str, types.Model], dict[str, str]]:
-    """Makes models by name, checked on the data, and hashes of the custom ones."""
+) -> tuple[dict[str, types.Model], dict[str, str], tuple[str, ...]]:
+    """Makes models by name, checked on the data, with hashes of the custom ones.
+
+    A line is returned for each model whose last exit serves alone, since the method
+    has no use for the others.
+    """
     config, source = settings.config, settings.source
     by_name = {name: _model(settings, name) for name in dict.fromkeys(names)}
-    with_exits = [name for name, model in by_name.items() if model.has_exits]
-    if with_exits and not settings.entry.exits:
-        line = f"--model={with_exits[0]} has an exit at every stage"
-        fit.refuse_need(config, "exits", line)
+    notes: list[str] = []
+    if not _takes_exits(settings):
+        for name, model in by_name.items():
+            if model.one_exit is None:
+                continue
+            by_name[name] = model.one_exit
+            *_, before, last = model.one_exit.stage_names
+            flag = "model" if name == config.model else "client_model"
+            notes.append(
+                f"--{flag}={name} has exits, of which --algo={config.algo} has the "
+                f"last alone: stage {last}, after {before}"
+            )
     hashes: dict[str, str] = {}
     for name, model in by_name.items():
         flag = "model" if name == config.model else "client_model"
@@ -93,7 +108,14 @@ def _by_name(
         few = _few_examples(settings, normal)
         hashes[name] = fit.check_own(flag, model, *sizes, few)
         by_name[name] = computed.distinct(model, hashes[name])
-    return by_name, hashes
+    return by_name, hashes, tuple(notes)
+
+
+def _takes_exits(settings: Settings) -> bool:
+    """Whether it trains all exits of a model, unless its name fixes one level."""
+    fixed, hparams = settings.entry.fixed, settings.hparams
+    is_whole = "level_mix" in fixed and hparams.level_mix == fixed["level_mix"]
+    return settings.entry.exits and not is_whole
 
 
 def _model(settings: Settings, name: str) -> types.Model:
@@ -103,7 +125,9 @@ def _model(settings: Settings, name: str) -> types.Model:
         return models.make(name, source.num_classes, settings.config.model_width)
     kind = jax.numpy.float32 if source.takes == "numbers" else jax.numpy.int32
     example = jax.ShapeDtypeStruct((2, *source.image.shape[1:]), kind)
-    return own(example)._replace(name=name, takes=source.takes)
+    about = {"name": name, "takes": source.takes}
+    model = own(example)._replace(**about)
+    return model._replace(one_exit=model.one_exit and model.one_exit._replace(**about))
 
 
 def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
@@ -129,7 +153,8 @@ def _starting(
         )
     of_classes = None
     if config.model not in settings.own_models:
-        width = config.model_width
-        of_classes = functools.partial(models.make, config.model, width=width)
+        kind = {"width": config.model_width}
+        kind["level"] = len(by_name[config.model].stage_names)
+        of_classes = functools.partial(models.make, config.model, **kind)
     about = by_name[config.model], normal, source, of_classes
     return model_files.starting(config.init_from, *about)

@@ -219,6 +219,20 @@ def test_a_file_says_what_it_holds(blobs, tmp_path, monkeypatch):
     assert again.task.teacher is made.task.teacher
 
 
+def test_a_last_exit_alone_teaches(blobs, tmp_path, monkeypatch):
+    """A file of FedAvg on a net with exits: one more stage than the net has."""
+    monkeypatch.setitem(models.MODELS, "with_exits", toys.with_exits)
+    given = OPTIONS | {"dataset": blobs, "algo": "fedavg", "model": "with_exits"}
+    first = build.experiment(**given)
+    path = first.save_model(tmp_path / "alone.msgpack")
+    assert model_files.read(path)["model"] == ("with_exits", 0.1, 4)
+    made = build.experiment(**OPTIONS, dataset=blobs, teacher=str(path))
+    assert made.task.teacher == first.task.model
+    chex.assert_trees_all_equal(
+        made.data.teacher, jax.tree.map(np.asarray, first.client_model().variables)
+    )
+
+
 def _flat(tree, before=()):
     """(path, array) of a nested dictionary."""
     for name, value in tree.items():
@@ -256,7 +270,8 @@ def test_refused(blobs, path, change, words):
         ("own_net", 3, "--teacher=.* holds the model own_net, expected one of mlp"),
         ("mlp", 2, "--teacher_level=2: mlp has 3 stages, expected 3, as it has no"),
         ("depth_convnet", 4, "--teacher_model=depth_convnet does not fit examples"),
-        ("depth_convnet", 5, "--teacher_level=5: .*has 4 stages, expected 1 to 4"),
+        ("depth_convnet", 5, "holds another model than depth_convnet .* 5 stages"),
+        ("depth_convnet", 6, "--teacher_level=6: .*expected 1 to 4, or 5 where the l"),
     ],
 )
 def test_files_of_other_models(blobs, path, name, level, words):

@@ -87,8 +87,9 @@ levels | --level_mix=1:1                      | has 2 levels, --model=with_exits
 levels | --exclusive --clients_per_round=3    | _per_round=3; 2 of 6 clients; lower it
 levels | --algo=fedavg --level_mix=           | --level_mix belongs to
 levels | --client_model=narrow                | --client_model=narrow; omit --client_mod
+levels | --model=mlp                          | has one exit; exit at every stage
 levels | --image_size=7                       | --image_size=7; [8, 8, 1]; at least 8
-small  | --model=depth_convnet                | exit at every stage; depthfl,
+small  | --model=depth_masked_lm              | takes tokens; [8, 8, 1]; another model
 small  | --num_clients=5 --clients_per_round=6| _per_round=6: expected at most 5
 small  | --num_clients=200                    | --num_clients=200; 240
 small  | --partition=cdkt                     | --partition=cdkt

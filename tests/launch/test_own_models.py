@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +171,56 @@ def test_methods_that_divide_a_model(given, names):
     )
 
 
+def exits_of_width(width):
+    """`exits` with all hidden widths times `width`, the second exit in two layers."""
+    count = math.ceil(8 * width)
+    second = nn.Sequential([nn.Dense(count), nn.relu, nn.Dense(2)])
+    return [
+        ("one", nn.Sequential([nn.Dense(count), nn.relu]), nn.Dense(2)),
+        ("two", lambda rngs: nnx.Linear(count, count, rngs=rngs), second),
+    ]
+
+
+def alone(width):
+    """`exits_of_width` as a user writes it with the last exit only."""
+    (one, first, _), (two, second, last) = exits_of_width(width)
+    return [(one, first), (two, second), ("exit", last)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"algo": "fedavg"},
+        {"algo": "fedper"},
+        {"algo": "heterofl", "level_mix": "1:1"},
+        {"algo": "feddyn"},
+    ],
+    ids=lambda given: given["algo"],
+)
+def test_the_last_exit_is_what_one_would_write(given):
+    """To the bit, with the same bytes, and a line says which exit serves."""
+    whole, written = (made(model=one, **given) for one in (exits_of_width, alone))
+    assert whole.task.model.stage_names == ("one", "two", "exit")
+    (line,) = [one for one in whole.notes if "exit" in one]
+    assert f"algo={given['algo']} has the last alone: stage exit, after two" in line
+    one, other = (run.run(progress=False)["metrics"] for run in (whole, written))
+    assert one == other
+    assert "bytes_up" in one
+    for client in range(4):
+        chex.assert_trees_all_equal(whole.params(client), written.params(client))
+
+
+def test_a_comparison_of_one_net():
+    """One net for a whole model, for widths and for depths."""
+    rules = {"preset": "none", "rounds": 1, "dataset": data(), "level_mix": "1:1"}
+    algos = ["fedavg", "heterofl", "depthfl"]
+    made = build.compare(algos, model=exits_of_width, progress=False, **rules)
+    names = [one.task.model.stage_names for one in made.values()]
+    assert names == [("one", "two", "exit")] * 2 + [("one", "two")]
+    found = made.summary()["global_accuracy"]
+    assert list(found.index) == algos and np.isfinite(found).all()
+
+
 class Stuck(Net):
     """Normalises by the batch in eval mode too."""
 
@@ -190,10 +241,8 @@ def bridged():
         ({"model": Net, "algo": "fedper"}, r"Body\(\), Head\(\).*Sequential.*split="),
         ({"model": Net, "algo": "heterofl"}, "your own: a function of width"),
         ({"model": Net, "algo": "depthfl"}, "your own: .*Body.., Exit"),
-        (
-            {"model": exits()},
-            "has an exit at every stage, which --algo=fedavg does not",
-        ),
+        ({"model": exits(), "algo": "heterofl"}, "has one width; take .* a function"),
+        ({"model": exits(), "algo": "inclusivefl", "level_mix": "1"}, "has 1 levels"),
         ({"model": Net, "split": 3}, "split=3: expected names of submodules"),
         ({"split": "head"}, "give it as model="),
         ({"model": lambda rngs: nnx.Linear(6, 3, rngs=rngs)}, r"float32\[2, 3\] for"),

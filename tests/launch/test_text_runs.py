@@ -252,6 +252,17 @@ def test_models_of_clients(folders, tmp_path):
     np.testing.assert_allclose(again.client_model(None).predict(words), p, rtol=1e-5)
 
 
+def test_the_last_exit_alone(tmp_path):
+    """Of a model with an embedding and exits; a file has all of it."""
+    given = SMALL | {"algo": "fedavg", "model": "two_layers"}
+    made = build.experiment(**given)
+    assert made.task.model.stage_names == ("stage1", "stage2", "exit")
+    words = np.asarray(made.data.label[:4])
+    path = made.save_model(tmp_path / "model.npz")
+    other = build.experiment(**given | {"init_from": str(path), "seed": 1})
+    np.testing.assert_array_equal(*(m.predict(0, words) for m in (made, other)))
+
+
 class Words(nn.Module):
     """Logits from the word itself; there are eight, and the hidden one."""
 

@@ -289,10 +289,41 @@ def test_narrow_models_are_leading_slices(name):
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_who_has_widths(name):
-    """Models with one exit that average their last map, or never have one."""
+    """Models that average their last map, or never have one; so with the last exit."""
     resnets = ("resnet18", "resnet18_he", "resnet18_7x7", "resnet34", "resnet101")
-    known = ("convnet", "mlp", *resnets)
-    assert (models.make(name, 10).at_width is not None) == (name in known)
+    deep = ("depth_convnet", "depth_resnet18", "depth_resnet34")
+    model = models.make(name, 10)
+    for one in filter(None, (model, model.one_exit)):
+        assert (one.at_width is not None) == (
+            name in ("convnet", "mlp", *resnets, *deep)
+        )
+
+
+@pytest.mark.parametrize("rate", [1, 0.5])
+def test_the_last_exit_alone_is_the_convnet(rate):
+    """Of any width: with the same numbers it gives the same logits and statistics."""
+    deep, plain = (models.make(n, 7, TINY) for n in ("depth_convnet", "convnet"))
+    assert models.make("depth_convnet", 7, TINY, level=5) is deep.one_exit
+    alone, plain = (one.at_width(rate, 0.5) for one in (deep.one_exit, plain))
+    assert alone.stage_names == ("stage1", "stage2", "stage3", "stage4", "exit")
+    # Its demand is the convnet's too, not that of the exits before.
+    shape, image = (9, 8, 3), normal(3, 9, 8, 3)
+    params, stats = filled(plain, shape)
+    convs = [one["trunk"] for one in params[:3]] + [params[3]["trunk"]["layers_0"]]
+    norms = [one["trunk"] for one in stats[:3]] + [stats[3]["trunk"]["layers_0"]]
+    mine = types.Variables(
+        (
+            *({"trunk": {"layers_0": conv}} for conv in convs),
+            {"trunk": {"layers_1": params[4]["trunk"]}},
+        ),
+        (*({"trunk": {"layers_0": norm}} for norm in norms), {}),
+    )
+    chex.assert_trees_all_equal_shapes(mine, shapes.variables(alone, shape))
+    for train in (False, True):
+        out, moved = alone.forward(*mine, image, train=train)
+        expected, wanted = plain.forward(params, stats, image, train=train)
+        np.testing.assert_array_equal(out, expected)
+        chex.assert_trees_all_equal(jax.tree.leaves(moved), jax.tree.leaves(wanted))
 
 
 def test_whole_width_is_the_model_itself():

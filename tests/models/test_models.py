@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 import models
-from fedjax_pfl import shapes
+from fedjax_pfl import shapes, types
 from models import stages
 
 MNIST, CIFAR = (28, 28, 1), (32, 32, 3)
@@ -304,6 +304,33 @@ def test_exits_read_their_stages_output(with_exits):
     for stop, passed in ((1, 1), (2, 1), (3, 2)):
         out, _ = model.forward(params, stats, image, stop=stop)
         chex.assert_trees_all_close(out, expected[:passed], rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_exit_alone_is_one_more_stage(with_exits):
+    """With the parts of the whole model it gives its last output and statistics."""
+    model, params, stats, image = with_exits
+    alone = model.one_exit
+    assert alone.stage_names == ("first", "second", "third", "exit")
+    assert not alone.has_exits and alone.one_exit is None
+    assert types.truncated(model, 2).one_exit is None
+    parts = [
+        (*({"trunk": one["trunk"]} if "trunk" in one else {} for one in whole),)
+        + ({"trunk": whole[-1]["exit"]},)
+        for whole in (params, stats)
+    ]
+    chex.assert_trees_all_equal_shapes(
+        tuple(parts), alone.init(jax.random.key(0), image)
+    )
+    mode = {"train": True, "sample_mask": jnp.arange(7) < 5}
+    out, moved = alone.forward(*parts, image, **mode)
+    every, all_moved = model.forward(params, stats, image, **mode)
+    np.testing.assert_array_equal(out, every[-1])
+    chex.assert_trees_all_equal(moved[1], all_moved[1])
+    chex.assert_trees_all_equal(moved[3]["trunk"], all_moved[2]["exit"])
+    # A stage after the last exit is no part of it, and a name is not taken twice.
+    trunks = [(name, stages.Dense(3)) for name in ("exit", "exit_", "last")]
+    short = stages.chain("short", trunks, {"exit_": stages.Dense(2)}).one_exit
+    assert short.stage_names == ("exit", "exit_", "exit__")
 
 
 def test_statistics_move_in_the_stages_run_in_train_mode(with_exits):
