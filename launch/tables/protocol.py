@@ -74,7 +74,8 @@ class Study:
             for name, one in (given.get("values") or {"": {}}).items()
         }
         self.seeds, self.tune_seeds = given.get("seeds", 1), given.get("tune_seeds", 1)
-        self.tune = {name: list(v) for name, v in given.get("tune", {}).items()}
+        tune = given.get("tune", {})
+        self.tune = {name: list(map(trials.plain, v)) for name, v in tune.items()}
         self.control = given.get("control", "")
         self.metrics = list(given.get("metrics", ()))
         self.options = dict(given.get("common", {}).get("options", {}))
@@ -157,8 +158,12 @@ class Study:
                 self.notes += [one for one in lines if one not in self.notes]
             self._tuned[setting] = of_rows
             self._hashes[setting] = {
-                base: {"data": made.examples_sha256, "own": made.own_sha256}
-                for base, made in compared.items()
+                base: {
+                    "data": one.examples_sha256,
+                    "own": one.own_sha256,
+                    "split": one.split_sha256,
+                }
+                for base, one in compared.items()
             }
         known = [registry.fields_of(own["algo"]) for own in self._bases.values()]
         for name in self.tune:

@@ -5,6 +5,7 @@ import re
 import zipfile
 
 import numpy as np
+import pandas
 import pytest
 from scipy import stats
 
@@ -328,3 +329,31 @@ def test_marks_follow_the_test():
     assert [one.mark for one in column] == ["", "", "worse"]
     assert r"$^\ddagger$" in made.to_latex() and "‡" in made.to_markdown()
     assert r"\textbf{" in made.to_latex().splitlines()[4]
+
+
+def test_settings_are_not_taken_for_one_another():
+    """NumPy's numbers are numbers, and other owners of the same rows other data."""
+    given = OPTIONS | {"fine_tune_epochs": 0, "rounds": 1}
+    counts = {f"{n}": {"num_clients": n} for n in np.array([4, 5])}
+    ran = build.study(["local"], settings=counts, **given).run(progress=False)
+    flags = {name: ran.runs(name)["local"].flags for name in counts}
+    assert all(flags[name]["num_clients"] == name for name in counts)
+    frames_of = [
+        pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": Y, "who": who})
+        for who in (np.arange(200) // 50, np.arange(200) % 4)
+    ]
+    owners = {f"{n}": {"dataset": one} for n, one in enumerate(frames_of)}
+    given |= {"partition": "natural", "owner": "who", "label": "y", "num_clients": 4}
+    del given["dataset"]
+    ran = build.study(["local"], settings=owners, **given).run(progress=False)
+    hashes = {ran.runs(name)["local"].hashes["split_sha256"] for name in owners}
+    assert len(hashes) == 2
+
+
+def test_a_time_that_ends_with_the_last_call_ends_nothing_else(tmp_path):
+    """Its run is finished, and the next ones begin."""
+    given = OPTIONS | {"rounds": 1, "eval_every": 1, "fine_tune_epochs": 0}
+    ran = build.study(["local", "fedavg"], **given)
+    for _ in range(2):
+        ran.run(progress=False, cell_timeout=1e-9)
+    assert "not finished" not in ran.table().to_markdown()
