@@ -200,6 +200,23 @@ def test_diverged_points():
     given = OPTIONS | {"client_lr": 1e30, "fine_tune_epochs": 0}
     ran = build.study(["fedavg"], **given).run(progress=False)
     assert "| FedAvg | diverged |" in ran.table().to_markdown()
+    rows = {"local": {"client_lr": 1e30}, "fedavg": {"client_lr": 0.1}}
+    given = OPTIONS | {"rounds": 1, "fine_tune_epochs": 0}
+    ran = build.study(rows, control="local", **given).run(progress=False)
+    shown = ran.table(["client_accuracy", "hurt", "gain", "until_rounds"])
+    assert [one.values[1].mean is None for one in shown.columns] == [False, *[True] * 3]
+    named = {name: {"algo": name} | own for name, own in rows.items()}
+    frame = build.compare(named, progress=False, **given).summary(control="local")
+    assert not {"hurt", "gain", "until_rounds"} & set(frame)
+
+
+def test_tested_or_not(done):
+    """Only metrics without values of clients are said to have none."""
+    shown = done.table(["client_accuracy", "global_accuracy"])
+    said = [one for one in shown.notes if "no values of single clients" in one]
+    assert len(said) == 1 and said[0].startswith("Global")
+    alone = made().table(["client_accuracy"])
+    assert not any("no values of single clients" in one for one in alone.notes)
 
 
 def test_its_report(done, tmp_path):
@@ -236,7 +253,7 @@ def test_changed_data_are_refused(tmp_path):
 def test_wilcoxon_is_scipy_s():
     """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
     one, other = GEN.normal(size=(2, 2, 12))
-    found = significance.wilcoxon(one[:1], other[:1])
+    found, _ = significance.wilcoxon(one[:1], other[:1])
     assert found == pytest.approx(stats.wilcoxon(one[0], other[0]).pvalue)
     sides = []
     for side in ("greater", "less"):
@@ -247,9 +264,28 @@ def test_wilcoxon_is_scipy_s():
         ]
         sides.append(stats.norm.sf(sum(scores) / np.sqrt(2)))
     expected = min(1, 2 * min(sides))
-    assert significance.wilcoxon(one, other) == pytest.approx(expected)
-    assert significance.wilcoxon(other, one) == pytest.approx(expected)
-    assert significance.wilcoxon(one, one) == 1
+    (p, side), turned = (
+        significance.wilcoxon(one, other),
+        significance.wilcoxon(other, one),
+    )
+    assert p == pytest.approx(expected) and turned == (pytest.approx(p), -side)
+    assert side == (1 if sides[0] < sides[1] else -1)
+    assert significance.wilcoxon(one, one) == (1, 0)
+
+
+def test_a_single_client_does_not_outvote_all_seeds():
+    """An exact p-value of 1 in one seed is a weak score, and not minus infinity."""
+    gain = np.array([[0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08]] * 3)
+    gain[2] = [-0.01, *[0] * 7]
+    p, side = significance.wilcoxon(gain, np.zeros_like(gain))
+    assert p < 0.01 and side == 1
+
+
+def test_ties_are_ties():
+    """Accuracies of equal rows have equal differences, whatever floats say."""
+    one, other = np.array([[[3, 5, 2, 9, 7, 6, 4, 8]], [[2, 4, 1, 8, 6, 7, 5, 9]]])
+    whole = significance.wilcoxon(one * 1.0, other * 1.0)
+    assert significance.wilcoxon(one / 10, other / 10) == whole
 
 
 def test_holm_is_the_definition():
@@ -323,12 +359,21 @@ def test_marks_follow_the_test():
         for row, one in values.items()
     }
     how = words.metric("client_accuracy")
-    column, was_tested = table._values(how, entries, values, "a")
+    column = table._values(how, entries, values, "a")
     made = table.Table(list(values), [table.Column("", how, column)], [])
-    assert was_tested and [one.is_best for one in column] == [True, True, False]
+    assert [one.is_best for one in column] == [True, True, False]
     assert [one.mark for one in column] == ["", "", "worse"]
     assert r"$^\ddagger$" in made.to_latex() and "‡" in made.to_markdown()
     assert r"\textbf{" in made.to_latex().splitlines()[4]
+    # Most clients are worse, and two outliers make a better mean: no mark.
+    gap = np.array([[*np.linspace(-0.02, -0.01, 28), 0.9, 0.9]])
+    values = {"a": base[:1], "b": base[:1] + gap}
+    entries = {
+        row: {"mean": one.mean(), "std": 0.0, "per_seed": [one.mean()]}
+        for row, one in values.items()
+    }
+    _, other = table._values(how, entries, values, "a")
+    assert other.p < 0.05 and other.mean > base[0].mean() and not other.mark
 
 
 def test_settings_are_not_taken_for_one_another():
