@@ -62,7 +62,8 @@ class Comparison(Mapping):
         """
         self._show(self.notes, progress)
         act = None if on_record is None else loop.OnRecord(on_record).act
-        for name, one in self.items():
+        for index, (name, one) in enumerate(self.items()):
+            one.says_gone = index == 0
             if progress:
                 processes.say(f"{name}:", flush=True)
 
