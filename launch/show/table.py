@@ -198,7 +198,7 @@ def made(
     """
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested = [], {}
+    columns, untested, missing = [], {}, {}
     for setting, found in runs.items():
         for name in metrics:
             how = derived.metric(name, known) if known else words.metric(name)
@@ -214,6 +214,8 @@ def made(
                 for value, run in zip(values, found.values(), strict=True)
             ]
             columns.append(Column(setting, how, values))
+            if known and name not in derived.TITLES and not any(entries.values()):
+                missing[name] = ""
             has_values = any(one is not None for one in arrays.values())
             if any(entries.values()) and arrays and not has_values:
                 untested[how.title] = ""
@@ -227,6 +229,7 @@ def made(
             f"{beside} ({significance.TEST})."
         )
     notes += _diverged(runs)
+    notes += [f"{name}: no finished run has this metric." for name in missing]
     if untested:
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")
@@ -248,8 +251,9 @@ def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
     lines = []
     for setting, found in runs.items():
         for row, run in found.items():
-            seeds = {} if run is None else {one["seed"] for one in run.records}
-            odd = {r["seed"] for r in run.records if "diverged" in r} if run else {}
+            records = run.records if run else []
+            seeds = {one["seed"] for one in records}
+            odd = {one["seed"] for one in records if "diverged" in one}
             if 0 < len(odd) < len(seeds):
                 name = ", ".join(filter(None, [looks.title(row), setting]))
                 lines.append(f"{name}: {len(odd)} of {len(seeds)} seeds diverged.")

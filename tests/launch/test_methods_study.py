@@ -11,6 +11,7 @@ from scipy import stats
 
 from launch import build, report
 from launch.folder import record
+from launch.machine import memory
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
 
@@ -35,10 +36,10 @@ METHODS = ["local", "fedavg", "fedavg+ft"]
 TUNE = {"client_lr": [0.001, 0.3]}
 
 
-def made(folder="", **more):
+def made(folder="", methods=METHODS, **more):
     """A small study that has not run."""
     given = {"seeds": 2, "tune": TUNE, "control": "local"} | OPTIONS | more
-    return build.study(METHODS, folder=folder, **given)
+    return build.study(methods, folder=folder, **given)
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,9 @@ def test_interrupted_and_opened_again(done, tmp_path):
     whole = made(folder).run(progress=False)
     assert whole.table().to_markdown() == done.table().to_markdown()
     packed = build.load(whole.pack(tmp_path / "mine.zip"))
+    inside = whole.pack(folder / "new" / "mine.zip")
+    with zipfile.ZipFile(whole.pack(inside)) as file:
+        assert "new/mine.zip" not in file.namelist()
     assert packed.table().to_latex() == done.table().to_latex()
     with zipfile.ZipFile(tmp_path / "mine.zip") as file:
         names = file.namelist()
@@ -109,6 +113,10 @@ def test_interrupted_and_opened_again(done, tmp_path):
     assert not any("checkpoints" in name for name in names)
     with pytest.raises(ValueError, match="needs what Python gave"):
         packed.load("fedavg")
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as file:
+        file.writestr("a", "b")
+    with pytest.raises(ValueError, match="is of another study, or damaged"):
+        build.load(tmp_path / "other.zip")
 
 
 def test_looking_into_a_row(done):
@@ -170,6 +178,13 @@ def test_shards_of_a_file(tmp_path, capsys):
         ({"tune": {"client_lr": [1.0, 1.0]}}, "expected different values"),
         ({"num_seeds": 2}, "is decided by the study"),
         ({"seeds": 0}, "expected 1 or more"),
+        ({"seeds": "2"}, "its seeds is a text, an integer is expected"),
+        ({"tune": {"client_lr": 0.1}}, "its tune.client_lr is a number, a list"),
+        ({"metrics": "hurt"}, "its metrics is a text, a list is expected"),
+        ({"settings": ["a"]}, "settings=['a']: expected an object by names"),
+        ({"settings": {"%": {}}}, "% cannot be the name of a folder"),
+        ({"settings": {"a/b": {}, "a-b": {}}}, "are one name of a folder"),
+        ({"methods": ["local", "local"]}, "two methods have the name local"),
     ],
 )
 def test_refused_in_a_line(more, line):
@@ -314,6 +329,25 @@ def test_derived_numbers(done):
         reached = [r for r in curve if r["client_accuracy"] >= base[seed].mean() / 2]
         assert rounds == reached[0]["round"]
     assert found["until_clock"] is None
+
+
+def test_what_has_no_folder_says_so_once(capsys):
+    """A comparison is gone with the process as a whole."""
+    build.compare(["local", "fedavg"], **OPTIONS | {"rounds": 1})
+    assert capsys.readouterr().out.count("gone with the process") == 1
+
+
+def test_memory_of_fine_tuning():
+    """Its program is among those that are planned ahead and estimated."""
+    run = build.experiment(algo="fedavg", **OPTIONS)
+    assert run.simulation.programs[-1] == "of_adapted"
+    planned = memory.planned_bytes(run.simulation.ahead("of_adapted"))
+    assert planned > 0 and "of_adapted" in run.simulation.lowered()
+    small = OPTIONS | {"local_epochs": 1, "fine_tune_epochs": 0}
+    shown = [build.study(["fedavg"], **one).estimate() for one in (OPTIONS, small)]
+    assert shown[0].methods[0].megabytes >= max(
+        planned / 1e6, shown[1].methods[0].megabytes
+    )
 
 
 def test_comparisons_have_derived_columns():
