@@ -309,7 +309,8 @@ def _values(
         (p, side), (p_best, _) = (
             found.get(row, (None, 0)) for found in (to_control, to_best)
         )
-        is_best = row == best or (p_best is not None and p_best >= significance.LEVEL)
+        is_best = best is not None and means[row] == means[best]
+        is_best |= p_best is not None and p_best >= significance.LEVEL
         mark = ""
         if p is not None and p < significance.LEVEL:
             gap, side = means[row] - means[control], sign * side

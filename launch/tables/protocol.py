@@ -371,7 +371,7 @@ class Study:
         begin = time.perf_counter()
         try:
             if same is not None:
-                shutil.copytree(self._path(same), self._path(trial), dirs_exist_ok=True)
+                self._copy(same, trial)
             else:
                 self._say(f"{trial.name} -> {self._path(trial)}")
                 if not self._trained(trial, progress, cell_timeout):
@@ -398,6 +398,16 @@ class Study:
                     if self.is_finished(one):
                         return one
         return None
+
+    def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
+        """Copies a finished run, unless another process computes it (`lock.Held`)."""
+        held = lock.Lock(self._path(trial))
+        held.acquire()
+        try:
+            given = {"dirs_exist_ok": True, "ignore": shutil.ignore_patterns(lock.NAME)}
+            shutil.copytree(self._path(done), self._path(trial), **given)
+        finally:
+            held.release()
 
     def _trained(self, trial: trials.Trial, progress: bool, minutes: float) -> bool:
         """Runs or continues a trial's run; False if its time was over."""

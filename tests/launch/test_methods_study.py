@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from launch import build, report
-from launch.folder import record
+from launch.folder import lock, record
 from launch.machine import memory
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
@@ -250,6 +250,7 @@ def test_epochs_of_fine_tuning_are_tuned():
     chosen = ran.choice("", "fedavg+ft")
     assert chosen.is_fine_tuned == (chosen.options == {"fine_tune_epochs": 3})
     assert ran.choice("", "fedavg").options == {"fine_tune_epochs": 0}
+    assert not ran.choice("", "fedavg").edges  # all are as good
 
 
 def test_changed_data_are_refused(tmp_path):
@@ -427,6 +428,20 @@ def test_settings_are_not_taken_for_one_another():
     ran = build.study(["local"], settings=owners, **given).run(progress=False)
     hashes = {ran.runs(name)["local"].hashes["split_sha256"] for name in owners}
     assert len(hashes) == 2
+
+
+def test_equal_rows(tmp_path):
+    """One is computed, both are bold, and a run that another process has is left."""
+    rows = {"a": {"algo": "local"}, "b": {"algo": "local"}}
+    given = OPTIONS | {"rounds": 1, "fine_tune_epochs": 0, "folder": tmp_path / "it"}
+    ran = build.study(rows, **given)
+    held = lock.Lock(tmp_path / "it" / "runs" / "b")
+    held.acquire()
+    assert "1 of 2 results are not" in ran.run(progress=False).table().to_markdown()
+    held.release()
+    shown = ran.run(progress=False).table(["bottom_decile"])
+    assert [one.is_best for one in shown.columns[0].values] == [True, True]
+    assert ran.load("b").round == 1
 
 
 def test_a_time_that_ends_with_the_last_call_ends_nothing_else(tmp_path):
