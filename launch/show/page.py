@@ -65,7 +65,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
     names = record.names_by_point(found, names) or record.labels(runs)
-    names = [looks.title(name) for name in names]
+    names = looks.titles(names)
     own = looks.looks(names)
     return [Entry(n, own[n], run) for n, run in zip(names, runs, strict=True)]
 

@@ -541,10 +541,9 @@ class Study:
 
         runs = self._done(setting)
         own = looks.looks(self.rows)
-        entries = [
-            page.Entry(looks.title(row), own[row], run) for row, run in runs.items()
-        ]
-        control = looks.title(self.control) if self.control in runs else ""
+        names = dict(zip(runs, looks.titles(list(runs)), strict=True))
+        entries = [page.Entry(names[row], own[row], run) for row, run in runs.items()]
+        control = names.get(self.control, "")
         sheet = self.table().to_sheet("Methods")
         return page.page(entries, control, [sheet], title or setting)
 
