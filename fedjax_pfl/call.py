@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, scores, stacked, traffic, types
+from fedjax_pfl import (
+    each_client,
+    evaluate,
+    execution,
+    scores,
+    stacked,
+    traffic,
+    types,
+)
 from fedjax_pfl.variants import Variants
 
 # The means over clients that are taken apart for those that never train
@@ -186,12 +194,16 @@ class Call:
     def of_rounds(
         self, totals: Totals, algorithm: types.Algorithm
     ) -> list[dict[str, float]]:
-        """The last round's own metrics and the bytes so far, of each variant."""
+        """The last round's own metrics and the bytes so far, of each variant.
+
+        `TRAINED` is absent if no client of the round has test rows.
+        """
         every = []
         for slot, (variant, _) in enumerate(self.pairs):
             values = {
                 name: total[slot] / max(number[slot], 1.0)
                 for name, (total, number) in self.metrics.items()
+                if number[slot] or name != each_client.TRAINED
             }
             sent = traffic.cumulative(totals.messages[variant], algorithm.messages)
             if totals.clock is not None:

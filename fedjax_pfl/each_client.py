@@ -18,6 +18,8 @@ from flax import struct
 from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
 from fedjax_pfl.rows import slots
 
+TRAINED = "trained_accuracy"  # of the models that a round's training left
+
 
 @struct.dataclass
 class Client:
@@ -99,9 +101,9 @@ class Trained:
     def metrics(self, cohort: types.Cohort) -> dict[str, losses.Pair]:
         """{"train_loss": (sum, count)} over the real rows of a cohort.
 
-        Also `trained_accuracy`, if it is measured.
+        Also `TRAINED`, if it is measured.
         """
-        pairs = {"train_loss": self.loss, "trained_accuracy": self.tested}
+        pairs = {"train_loss": self.loss, TRAINED: self.tested}
         return {
             name: tuple(jnp.where(cohort.row_mask, part, 0).sum() for part in pair)
             for name, pair in pairs.items()

@@ -23,7 +23,7 @@ from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
 
 CALL_SECONDS = 10.0
-# The names of a run's programs, for `Simulation.ahead` and `lowered`
+# The names of every run's programs, see `Simulation.programs`
 PROGRAMS = "init", "rounds", "of_shared", "of_clients"
 
 
@@ -341,8 +341,14 @@ class Simulation:
         self.windows.compute(planner, execution)
         self._window = None
 
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The names of the run's programs, for `ahead`."""
+        adapts = self.program.scoring.adapts is not None
+        return (*PROGRAMS, "of_adapted") if adapts else PROGRAMS
+
     def ahead(self, name: str) -> jax.stages.Compiled:
-        """The executable of one of `PROGRAMS` for the first call.
+        """The executable of one of `programs` for the first call.
 
         It is compiled now if necessary, and the run uses it.
         """
@@ -352,10 +358,10 @@ class Simulation:
         return executable
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """The `PROGRAMS` of the first call, ready to be compiled."""
+        """The `programs` of the first call, ready to be compiled."""
         return {
             name: getattr(self.program, name).jitted.lower(*self._first_args(name))
-            for name in PROGRAMS
+            for name in self.programs
         }
 
     def _first_args(self, name: str) -> tuple[Any, ...]:
@@ -370,7 +376,10 @@ class Simulation:
             window = self._current_window(call.round, self.rounds)
             return self._round_args(call, window.cohorts[0], 0, 1)
         tested = call.partition.measured()[""]
-        args = self._evaluate_args(call, next(self._blocks(call)), tested)
+        block = next(self._blocks(call))
+        args = self._evaluate_args(call, block, tested)
+        if name == "of_adapted":
+            return *args[:-1], self._members(call, block)
         return args if name == "of_clients" else args[:-1]
 
     def _round_args(

@@ -62,7 +62,8 @@ class Comparison(Mapping):
         """
         self._show(self.notes, progress)
         act = None if on_record is None else loop.OnRecord(on_record).act
-        for name, one in self.items():
+        for index, (name, one) in enumerate(self.items()):
+            one.says_gone = index == 0
             if progress:
                 processes.say(f"{name}:", flush=True)
 
@@ -227,7 +228,11 @@ def _shared(
     for name, own in runs.items():
         known = {*registry.fields_of(own["algo"]), *custom.ONLY_IN_PYTHON}
         out[name] = {option: options[option] for option in options if option in known}
-        facts = {"algo": own["algo"], "dataset": options.get("dataset")}
+        data = options.get("dataset")
+        facts = {
+            "algo": own["algo"],
+            "dataset": data if isinstance(data, str) else None,
+        }
         ruled = presets.values(options.get("preset") or presets.BASE, facts)
         values = ruled | {k: v for k, v in (out[name] | own).items() if v is not None}
         other = registry.departure(own["algo"], values)

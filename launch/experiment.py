@@ -36,6 +36,7 @@ class Experiment(Run):
     """One configuration, ready to run; see `Run` for its attributes."""
 
     _has_shown_notes = False
+    says_gone = True  # that a run without a folder is gone with the process
 
     def run(
         self,
@@ -91,7 +92,7 @@ class Experiment(Run):
         self._has_shown_notes = True
         if progress:
             processes.say(words.rules(self), flush=True)
-            if not self.config.workdir:
+            if not self.config.workdir and self.says_gone:
                 line = "without a workdir this run is gone with the process"
                 processes.say(f"note: {line}", flush=True)
             return

@@ -57,12 +57,14 @@ def made(
     asked = {"unseen_clients": 0, "fine_tune_epochs": 0, "eval_moments": "before"}
     for flag, off in asked.items():
         given = getattr(config, flag)
-        if given != off and not (stacked.test.count.any() or vals):
+        # A round tests what it trained on test rows alone.
+        by_val = flag != "eval_moments"
+        if given != off and not (stacked.test.count.any() or (by_val and vals)):
             given = given if isinstance(given, str) else f"{given:g}"
             raise ValueError(
                 f"--{flag}={given}: clients have no test rows on "
-                "which it could be measured; take --test_split=client_share, or give "
-                "--val_split=0.2"
+                "which it could be measured; take --test_split=client_share"
+                f"{', or give --val_split=0.2' * by_val}"
             )
     if config.augment != "none" and image.ndim != 4:
         raise ValueError(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import shapes, simulate
+from fedjax_pfl import shapes
 from launch.assemble.assemble import assemble
 from launch.machine import memory, target
 from launch.run import narrow
@@ -166,11 +166,11 @@ def estimate(run: Run) -> dict[str, Any]:
         `temporary_bytes`, `argument_bytes`: of the program that needs most;
         `fits`: whether every program fits into the memory of the chip;
         `compile_seconds`: of all programs;
-        `programs`: cycles, bytes and seconds of each of `simulate.PROGRAMS`;
+        `programs`: cycles, bytes and seconds of each of `Simulation.programs`;
         `note`: what `narrow.fit` changed, "" = nothing.
     """
     note = narrow.fit(run)
-    plans = {name: _ahead(run, name) for name in simulate.PROGRAMS}
+    plans = {name: _ahead(run, name) for name in run.simulation.programs}
     how, specs = run.task.execution, run.program.algorithm.plans
     step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
     clients = how.chunk * len(run.simulation.calls[0].variants)

@@ -12,6 +12,10 @@ PROGRAMS = {
     "rounds": ("a round", "lower it or --batch_size, or take a smaller --model"),
     "of_shared": ("an evaluation", "lower it, or take a smaller --model"),
     "of_clients": ("an evaluation", "lower it, or take a smaller --model"),
+    "of_adapted": (
+        "fine-tuning",
+        "lower it or --batch_size, or omit --fine_tune_epochs",
+    ),
 }
 
 
@@ -29,7 +33,8 @@ def fit(run: Run) -> str:
     lines: list[str] = []
     while True:
         before = run.task.execution
-        lines += [_fit(run, name, min(limits)) for name in PROGRAMS]
+        names = [name for name in PROGRAMS if name in run.simulation.programs]
+        lines += [_fit(run, name, min(limits)) for name in names]
         # A smaller chunk for an evaluation also changes the round's program.
         if run.task.execution == before:
             return "\n".join(line for line in lines if line)

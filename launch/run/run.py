@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from fedjax_pfl import measures, metric_kinds, simulate, traffic, types
+from fedjax_pfl import each_client, measures, metric_kinds, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.metric_kinds import Kind
 from launch.assemble import assemble, computed, notes
@@ -147,7 +147,7 @@ class Run:
         """The kinds of what rounds and custom functions measure, by metric."""
         custom = measures.custom_names(self.program.scoring.score.measures)
         names = [*self.simulation.metrics, *custom]
-        fractions = *self.program.algorithm.shares, "trained_accuracy"
+        fractions = *self.program.algorithm.shares, each_client.TRAINED
         return metric_kinds.declared(names, fractions)
 
     @property

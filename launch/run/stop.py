@@ -39,8 +39,8 @@ class Stop:
         self.signal = max(processes.gathered(self._noted)) or None
 
     def ask(self, number: int) -> None:
-        """Asks the run to stop after this call, as a signal does."""
-        self._noted = number
+        """Asks the run to stop after this call, unless a signal did."""
+        self._noted = self._noted or number
 
     def __bool__(self) -> bool:
         return self.signal is not None

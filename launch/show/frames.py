@@ -97,7 +97,8 @@ def beside(
 ) -> pandas.DataFrame:
     """The frame of `summaries` with columns of `derived`, if there is a control.
 
-    Raises a ValueError if there is no such run, or it is a sweep.
+    It has none if the control diverged. Raises a ValueError if there is no such run, or
+    it is a sweep.
     """
     if not control:
         return frame
@@ -109,6 +110,8 @@ def beside(
         if one.config.sweep:
             raise ValueError(f"control={control}: {name} is a sweep; omit it")
         runs[name] = _runs(one)[0]._replace(summary=one.summary())
+    if record.diverged(runs[control]) is not None:
+        return frame
     for name in derived.TITLES:
         found = {n: derived.of(name, r, runs[control], until) for n, r in runs.items()}
         values = {n: entry["mean"] for n, entry in found.items() if entry}

@@ -24,10 +24,7 @@ from launch.show import (
     words,
 )
 
-_TESTED = (
-    " Coloured differences are shown by the clients (Wilcoxon's signed-rank test, "
-    f"seeds as blocks, p < {significance.LEVEL} after Holm's correction)."
-)
+_TESTED = f" Coloured differences are shown by the clients ({significance.TEST})."
 MAX_BUBBLES, MAX_CLASSES = 60, 200
 CAPTIONS = {
     "rounds": "Over rounds.",
@@ -68,7 +65,7 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
     names = record.names_by_point(found, names) or record.labels(runs)
-    names = [looks.title(name) for name in names]
+    names = looks.titles(names)
     own = looks.looks(names)
     return [Entry(n, own[n], run) for n, run in zip(names, runs, strict=True)]
 
@@ -281,9 +278,10 @@ def _against(entries: Sequence[Entry], base: Entry, metric: words.Metric) -> lis
         if gap is None:
             cells.append(Cell("–"))
             continue
-        gain = -gap.mean() if metric.better == "lower" else gap.mean()
-        is_shown = found.get(entry.name, 1.0) < significance.LEVEL
-        kind = ("up" if gain > 0 else "down") if is_shown else ""
+        p, side = found.get(entry.name, (1.0, 0))
+        sign = -1 if metric.better == "lower" else 1
+        is_shown = p < significance.LEVEL and gap.mean() * side > 0
+        kind = ("up" if sign * side > 0 else "down") if is_shown else ""
         cells.append(Cell(words.paired(gap, metric.digits), kind=kind))
     return cells
 

@@ -7,10 +7,14 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.05
+TEST = (
+    f"Wilcoxon's signed-rank test on clients, seeds as blocks, p < {LEVEL} after "
+    "Holm's correction"
+)
 
 
-def wilcoxon(one: np.ndarray, other: np.ndarray) -> float:
-    """The two-sided p-value of Wilcoxon's signed-rank test, with seeds as blocks.
+def wilcoxon(one: np.ndarray, other: np.ndarray) -> tuple[float, int]:
+    """Wilcoxon's signed-rank test with seeds as blocks: two-sided p-value, direction.
 
     Tested is whether the differences of the two methods on the same client are
     symmetric about 0. Clients of one seed are pairs: they differ far more from one
@@ -18,26 +22,30 @@ def wilcoxon(one: np.ndarray, other: np.ndarray) -> float:
     client has other data and both methods were trained anew. So each seed is ranked on
     its own, and the one-sided p-values of the seeds are combined by Stouffer's method,
     weighted by the square root of the clients that differ; p is twice the smaller side.
+    An exact p-value of 1 counts as 1 minus half the other side's, or a seed in which a
+    single client differs would outvote all others.
     What it says is about the clients of these seeds, and two seeds are no sample of
     all seeds: the standard deviation beside a mean shows how much they scatter.
 
     Example:
         >>> a = np.array([[0.9, 0.8, 0.7, 0.9, 0.6, 0.8]])
-        >>> round(wilcoxon(a, a - np.arange(1, 7) / 100), 3)
-        0.031
+        >>> p, sign = wilcoxon(a, a - np.arange(1, 7) / 100)
+        >>> round(p, 3), sign
+        (0.031, 1)
 
     Args:
         one, other: f64[S, K], a value for each seed and client, nan = none.
 
     Returns:
-        p in 0..1; 1 where no client differs.
+        p in 0..1, and 1 if `one` is larger by the test, else -1; (1, 0) where no client
+        differs.
     """
     sides: dict[str, list[float]] = {"greater": [], "less": []}
     weights = []
     for a, b in zip(one, other, strict=True):
-        gap = (a - b)[np.isfinite(a) & np.isfinite(b)]
-        # Accuracies of few rows differ by rounding alone.
-        gap = gap[np.abs(gap) > 1e-9]
+        # Accuracies of few rows differ, and are no ties, by rounding alone.
+        gap = np.round((a - b)[np.isfinite(a) & np.isfinite(b)], 9)
+        gap = gap[gap != 0]
         if not len(gap):
             continue
         weights.append(np.sqrt(len(gap)))
@@ -46,14 +54,18 @@ def wilcoxon(one: np.ndarray, other: np.ndarray) -> float:
                 warnings.simplefilter("ignore")  # about few pairs
                 found.append(stats.wilcoxon(gap, alternative=side).pvalue)
     if not weights:
-        return 1.0
-    if len(weights) == 1:
-        return float(min(1, 2 * min(found[0] for found in sides.values())))
-    combined = [
-        stats.combine_pvalues(found, method="stouffer", weights=weights).pvalue
-        for found in sides.values()
-    ]
-    return float(min(1, 2 * min(combined)))
+        return 1.0, 0
+    more, less = map(np.array, sides.values())
+    if len(weights) > 1:
+        more, less = (
+            np.where(more == 1, 1 - less / 2, more),
+            np.where(less == 1, 1 - more / 2, less),
+        )
+        more, less = (
+            [stats.combine_pvalues(one, method="stouffer", weights=weights).pvalue]
+            for one in (more, less)
+        )
+    return float(min(1, 2 * min(more[0], less[0]))), 1 if more[0] < less[0] else -1
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -25,6 +25,7 @@ _LATEX = {
     "‡": r"$^\ddagger$",
     "–": "--",
     "<": "$<$",
+    "|": "$|$",
     ">": "$>$",
 }
 
@@ -59,7 +60,8 @@ class Table(NamedTuple):
     Percent for fractions, mean ± standard deviation over seeds. Bold are the best of a
     column and all that are not shown to differ from it; † marks better and ‡ worse
     values than the control's (`significance.wilcoxon`, p < .05 after Holm's correction
-    over the methods of the column).
+    over the methods of the column). Where the mean says the opposite of the test, as it
+    may by a few clients, there is no mark.
     """
 
     rows: list[str]
@@ -197,7 +199,7 @@ def made(
     """
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested = [], {}
+    columns, untested, missing = [], {}, {}
     for setting, found in runs.items():
         for name in metrics:
             how = derived.metric(name, known) if known else words.metric(name)
@@ -207,13 +209,16 @@ def made(
                 for row, run in found.items()
                 if test != "none" and name not in derived.TITLES
             }
-            values, was_tested = _values(how, entries, arrays, control)
+            values = _values(how, entries, arrays, control)
             values = [
                 Value("diverged") if run and record.diverged(run) is not None else value
                 for value, run in zip(values, found.values(), strict=True)
             ]
             columns.append(Column(setting, how, values))
-            if not was_tested and name not in derived.TITLES and test != "none":
+            if known and name not in derived.TITLES and not any(entries.values()):
+                missing[name] = ""
+            has_values = any(one is not None for one in arrays.values())
+            if any(entries.values()) and arrays and not has_values:
                 untested[how.title] = ""
     seeds = {len(run.clients["seeds"]) for run in known}
     notes = [f"Mean ± standard deviation of {max(seeds, default=0)} seeds."]
@@ -222,9 +227,10 @@ def made(
         beside = f"; † better and ‡ worse than {name}" if control else ""
         notes.append(
             "Bold: the best and all that are not shown to differ from it"
-            f"{beside} (Wilcoxon's signed-rank test on clients, seeds as blocks, p < "
-            f"{significance.LEVEL} after Holm's correction)."
+            f"{beside} ({significance.TEST})."
         )
+    notes += _diverged(runs)
+    notes += [f"{name}: no finished run has this metric." for name in missing]
     if untested:
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")
@@ -239,6 +245,20 @@ def made(
     )
     notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
     return Table(rows, columns, notes)
+
+
+def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
+    """A line for each run of which only some seeds diverged."""
+    lines = []
+    for setting, found in runs.items():
+        for row, run in found.items():
+            records = run.records if run else []
+            seeds = {one["seed"] for one in records}
+            odd = {one["seed"] for one in records if "diverged" in one}
+            if 0 < len(odd) < len(seeds):
+                name = ", ".join(filter(None, [looks.title(row), setting]))
+                lines.append(f"{name}: {len(odd)} of {len(seeds)} seeds diverged.")
+    return lines
 
 
 def _usual(runs: Sequence[Record], control: str) -> list[str]:
@@ -256,6 +276,8 @@ def _entries(
 ) -> dict[str, dict[str, Any] | None]:
     """The metric of each run in the form of a summary, None = unknown."""
     base = found.get(control)
+    if base and record.diverged(base) is not None:
+        base = None
     out: dict[str, dict[str, Any] | None] = {}
     for row, run in found.items():
         if run is None or record.diverged(run) is not None:
@@ -273,8 +295,8 @@ def _values(
     entries: Mapping[str, Mapping[str, Any] | None],
     arrays: Mapping[str, Any],
     control: str,
-) -> tuple[list[Value], bool]:
-    """The values of a column, and whether any could be tested."""
+) -> list[Value]:
+    """The values of a column."""
     sign = -1 if how.better == "lower" else 1
     means = {row: sign * one["mean"] for row, one in entries.items() if one}
     best = max(means, key=means.__getitem__) if means and how.better else None
@@ -285,18 +307,22 @@ def _values(
         if entry is None:
             values.append(Value("–"))
             continue
-        p, p_best = to_control.get(row), to_best.get(row)
-        is_best = row == best or (p_best is not None and p_best >= significance.LEVEL)
+        (p, side), (p_best, _) = (
+            found.get(row, (None, 0)) for found in (to_control, to_best)
+        )
+        is_best = best is not None and means[row] == means[best]
+        is_best |= p_best is not None and p_best >= significance.LEVEL
         mark = ""
         if p is not None and p < significance.LEVEL:
-            mark = "better" if means[row] > means[control] else "worse"
+            gap, side = means[row] - means[control], sign * side
+            mark = "better" if gap > 0 < side else "worse" if gap < 0 > side else ""
         numbers = entry["mean"], entry["std"]
         values.append(Value(how.text(entry), *numbers, is_best, mark, p, p_best))
-    return values, bool(to_best)
+    return values
 
 
-def tested(arrays: Mapping[str, Any], base: str | None) -> dict[str, float]:
-    """Holm's p-values of the differences of rows to the row `base`, by row.
+def tested(arrays: Mapping[str, Any], base: str | None) -> dict[str, tuple[float, int]]:
+    """(Holm's p-value, direction) of the differences of rows to the row `base`.
 
     `arrays` are f64[S, K] by row, None = no values; rows of another shape than that of
     `base` are left out.
@@ -309,4 +335,7 @@ def tested(arrays: Mapping[str, Any], base: str | None) -> dict[str, float]:
         if one.shape == ours.shape
     ]
     found = [significance.wilcoxon(arrays[row], ours) for row in rows]
-    return dict(zip(rows, significance.holm(found), strict=True))
+    corrected = significance.holm([p for p, _ in found])
+    return {
+        row: (p, side) for row, p, (_, side) in zip(rows, corrected, found, strict=True)
+    }

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from launch.experiment import Experiment
-from launch.tables import kinds
+from launch.machine import memory
 
 SECONDS, ROUNDS = 1.0, 5  # of timing a method at most, after the first round
 
 
 class Method(NamedTuple):
-    """A method's trials, those that are finished, their minutes and megabytes."""
+    """A method's trials, those that are finished, their minutes and megabytes.
+
+    These are of the program that needs most, also for fine-tuning.
+    """
 
     name: str
     trials: int
@@ -68,6 +71,6 @@ def of(made: Experiment, name: str, variants: Sequence[int], finished: int) -> M
     one = rounds * of_round + evaluations * of_evaluation
     left = variants[finished:]
     minutes = (sum(left) * one + len(left) * compiled) / 60
-    planned = kinds.planned_bytes(made)
-    size = (planned["argument_bytes"] + planned["temporary_bytes"]) / 1e6
+    programs = [simulation.ahead(name) for name in simulation.programs]
+    size = max(map(memory.planned_bytes, programs)) / 1e6
     return Method(name, len(variants), finished, minutes, size)

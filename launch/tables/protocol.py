@@ -16,7 +16,7 @@ import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data import files
@@ -38,6 +38,7 @@ FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
 STUDY, PACKED = store.STUDY, "study of methods"
 _TABLES = ("md", "tex")
 _EPOCHS = "fine_tune_epochs"
+_NONE = ("", ".", "..")  # names of no folder
 # A study as a file, see `read`
 _OPTIONS = {"options?": dict, str: json_text.NOTHING}
 FILE = {
@@ -68,18 +69,23 @@ class Study:
         With `is_opened` it is what the folder holds. Raises a ValueError of one line if
         an option is wrong or the folder holds something else.
         """
+        self._given = trials.as_json(given)
+        try:
+            json_text.check(self._given, FILE)
+        except ValueError as error:
+            raise ValueError(f"study: {error}") from error
         self.rows = list(given["rows"])
         self.settings = {
             name: one.get("options", {})
             for name, one in (given.get("values") or {"": {}}).items()
         }
         self.seeds, self.tune_seeds = given.get("seeds", 1), given.get("tune_seeds", 1)
-        self.tune = {name: list(v) for name, v in given.get("tune", {}).items()}
+        tune = given.get("tune", {})
+        self.tune = {name: list(map(trials.plain, v)) for name, v in tune.items()}
         self.control = given.get("control", "")
         self.metrics = list(given.get("metrics", ()))
         self.options = dict(given.get("common", {}).get("options", {}))
         self._bases = _bases(given["rows"])
-        self._given = trials.as_json(given)
         self._check()
         self._is_opened, self._temporary = is_opened, None
         if not folder:
@@ -97,13 +103,13 @@ class Study:
     def _check(self) -> None:
         if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
             raise ValueError(f"study: seeds={odd[0]}: expected 1 or more")
-        if self.control and self.control not in self.rows:
-            every = ", ".join(self.rows)
-            raise ValueError(f"study: control={self.control}: expected one of {every}")
+        self._check_row("control", self.control)
         for names in (self.settings, self._bases):
-            slugs = {cells.slug(name): name for name in names}
+            slugs = {_slug(name): name for name in names}
+            if odd := [name for one, name in slugs.items() if name and one in _NONE]:
+                raise ValueError(f"study: {odd[0]} cannot be the name of a folder")
             if odd := [one for one in names if one not in slugs.values()]:
-                other = slugs[cells.slug(odd[0])]
+                other = slugs[_slug(odd[0])]
                 raise ValueError(
                     f"study: {odd[0]} and {other} are one name of a folder; change one"
                 )
@@ -124,6 +130,12 @@ class Study:
                 if name in options:
                     raise ValueError(f"study: {name} is decided by the study; omit it")
 
+    def _check_row(self, what: str, name: str) -> None:
+        """Refuses a name that is no row's; "" is none."""
+        if name and name not in self.rows:
+            every = ", ".join(self.rows)
+            raise ValueError(f"study: {what}={name}: expected one of {every}")
+
     def _fine_tuned(self) -> list[str]:
         return [row for row in self.rows if row.endswith(FINE_TUNED)]
 
@@ -137,7 +149,7 @@ class Study:
                 found = held["prepared"]
                 self._options, self._tuned, self._hashes, self.notes = found
                 return
-        elif self.folder.is_dir() and any(self.folder.iterdir()):
+        elif self.folder.exists() and not _is_empty(self.folder):
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
             )
@@ -157,8 +169,12 @@ class Study:
                 self.notes += [one for one in lines if one not in self.notes]
             self._tuned[setting] = of_rows
             self._hashes[setting] = {
-                base: {"data": made.examples_sha256, "own": made.own_sha256}
-                for base, made in compared.items()
+                base: {
+                    "data": one.examples_sha256,
+                    "own": one.own_sha256,
+                    "split": one.split_sha256,
+                }
+                for base, one in compared.items()
             }
         known = [registry.fields_of(own["algo"]) for own in self._bases.values()]
         for name in self.tune:
@@ -177,7 +193,7 @@ class Study:
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
     ) -> trials.Trial:
         """A run with more options; `label` ends its name."""
-        names = [cells.slug(one).replace("/", "-") for one in (setting, base) if one]
+        names = [_slug(one) for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
         key = trials.as_json(given | {"hashes": self._hashes[setting][base]})
         return trials.Trial("/".join(names) + label, given, key)
@@ -355,7 +371,7 @@ class Study:
         begin = time.perf_counter()
         try:
             if same is not None:
-                shutil.copytree(self._path(same), self._path(trial), dirs_exist_ok=True)
+                self._copy(same, trial)
             else:
                 self._say(f"{trial.name} -> {self._path(trial)}")
                 if not self._trained(trial, progress, cell_timeout):
@@ -382,6 +398,16 @@ class Study:
                     if self.is_finished(one):
                         return one
         return None
+
+    def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
+        """Copies a finished run, unless another process computes it (`lock.Held`)."""
+        held = lock.Lock(self._path(trial))
+        held.acquire()
+        try:
+            given = {"dirs_exist_ok": True, "ignore": shutil.ignore_patterns(lock.NAME)}
+            shutil.copytree(self._path(done), self._path(trial), **given)
+        finally:
+            held.release()
 
     def _trained(self, trial: trials.Trial, progress: bool, minutes: float) -> bool:
         """Runs or continues a trial's run; False if its time was over."""
@@ -439,10 +465,7 @@ class Study:
         Of a fine-tuned row these are the models before fine-tuning.
         """
         setting = self._setting(setting)
-        if row not in self.rows:
-            raise ValueError(
-                f"study: row {row}: expected one of {', '.join(self.rows)}"
-            )
+        self._check_row("row", row)
         final = self.final(setting, row)
         if final is None or not self.is_finished(final):
             raise ValueError(f"study: {row} is not finished; run() first")
@@ -484,9 +507,7 @@ class Study:
         if test not in ("wilcoxon", "none"):
             raise ValueError(f"test={test}: expected wilcoxon or none")
         control = self.control if control is None else control
-        if control and control not in self.rows:
-            every = ", ".join(self.rows)
-            raise ValueError(f"control={control}: expected one of {every}")
+        self._check_row("control", control)
         runs = {setting: self.runs(setting) for setting in self.settings}
         made = table.made(runs, metrics or self.metrics, control, test, until)
         lines = [
@@ -520,10 +541,9 @@ class Study:
 
         runs = self._done(setting)
         own = looks.looks(self.rows)
-        entries = [
-            page.Entry(looks.title(row), own[row], run) for row, run in runs.items()
-        ]
-        control = looks.title(self.control) if self.control in runs else ""
+        names = dict(zip(runs, looks.titles(list(runs)), strict=True))
+        entries = [page.Entry(names[row], own[row], run) for row, run in runs.items()]
+        control = names.get(self.control, "")
         sheet = self.table().to_sheet("Methods")
         return page.page(entries, control, [sheet], title or setting)
 
@@ -537,7 +557,7 @@ class Study:
         for setting in self.settings:
             if not any(self.runs(setting).values()):
                 continue
-            end = f"-{cells.slug(setting)}" * bool(setting)
+            end = f"-{_slug(setting)}" * bool(setting)
             for kind in ("curves", "ecdf"):
                 out.append(self.folder / f"{kind}{end}.pdf")
                 self.plot(kind, setting=setting).savefig(out[-1])
@@ -554,8 +574,10 @@ class Study:
         target = files.given(path, "pack")
         if target.suffix != ".zip":
             raise ValueError(f"pack({str(path)!r}): expected a name that ends in .zip")
+        every = [one for one in sorted(self.folder.rglob("*")) if one != target]
+        target.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
-            for file in sorted(self.folder.rglob("*")):
+            for file in every:
                 name = file.relative_to(self.folder)
                 skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER}
                 skipped |= {f"tables.{end}" for end in _TABLES}
@@ -573,6 +595,15 @@ class Study:
             f"study of {', '.join(self.rows)} in {self.folder}: {done} of {len(every)} "
             "results"
         )
+
+
+def _slug(name: str) -> str:
+    """A name as that of a file or folder."""
+    return cells.slug(name).replace("/", "-")
+
+
+def _is_empty(folder: pathlib.Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -596,8 +627,10 @@ def _held(path: pathlib.Path) -> dict[str, Any]:
     kinds = {"study": str, "given": FILE, "prepared": list}
     try:
         return json_text.read(path.read_bytes(), kinds)
-    except ValueError as error:
-        raise ValueError(f"{path} is of another study, or damaged: {error}") from error
+    except (ValueError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
+        line = f"{path} is of another study, or damaged: {reason}"
+        raise ValueError(line) from error
 
 
 def study(
@@ -641,20 +674,29 @@ def study(
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
+    for what, value in (("settings", settings), ("tune", tune)):
+        if not isinstance(value or {}, Mapping):
+            raise ValueError(f"study: {what}={value!r}: expected an object by names")
     if isinstance(methods, Mapping):
-        rows = {name: {"options": dict(own)} for name, own in methods.items()}
+        rows = {name: {"options": own} for name, own in methods.items()}
     else:
-        if isinstance(methods, str):
+        if isinstance(methods, str) or not isinstance(methods, Iterable):
             raise ValueError(f"study: expected a list of methods, got {methods!r}")
         rows = {}
         for one in methods:
             own = {} if isinstance(one, str) else {"options": {"algo": one}}
-            rows[one if isinstance(one, str) else registry.algorithm_name(one)] = own
+            name = one if isinstance(one, str) else registry.algorithm_name(one)
+            if name in rows:
+                raise ValueError(f"study: two methods have the name {name}; name them")
+            rows[name] = own
     given = {"rows": rows, "seeds": seeds, "tune_seeds": tune_seeds, "control": control}
-    given |= {"tune": dict(tune or {}), "common": {"options": options}}
-    given["metrics"] = list(metrics)
+    given |= {"common": {"options": options}, "metrics": metrics}
+    given["tune"] = {
+        name: list(v) if isinstance(v, Iterable) and not isinstance(v, str) else v
+        for name, v in (tune or {}).items()
+    }
     if settings:
-        given["values"] = {name: {"options": dict(v)} for name, v in settings.items()}
+        given["values"] = {name: {"options": v} for name, v in settings.items()}
     return Study(given, folder)
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from launch.experiment import Experiment
 from launch.run import loop, stop
 
@@ -26,12 +28,10 @@ class _Limit(loop.Listener):
 
     def __init__(self, asked: stop.Stop, seconds: float):
         self.asked, self.end = asked, time.monotonic() + seconds
-        self.is_over = False
 
     def on_call(self, run: Any, records: loop.Records) -> None:
         if time.monotonic() > self.end:
-            self.is_over = True
-            self.asked.ask(signal.SIGTERM)
+            self.asked.ask(signal.SIGALRM)
 
 
 def train(made: Experiment, progress: bool, minutes: float) -> bool:
@@ -42,23 +42,26 @@ def train(made: Experiment, progress: bool, minutes: float) -> bool:
     ValueError if the folder holds another run.
     """
     asked = stop.Stop(twice_interrupts=False)
-    limit = _Limit(asked, 60 * minutes)
     with made.folder as folder:
         if folder.open() is None:
-            others = [limit] if minutes else []
+            others = [_Limit(asked, 60 * minutes)] if minutes else []
             made.train(asked, folder, progress=progress, others=others)
-    if not made.is_over and limit.is_over:
-        return False
-    if asked:
+    if asked and asked.signal != signal.SIGALRM:
         raise KeyboardInterrupt(f"stopped in {folder.path}; run() continues")
-    return True
+    return made.is_over or not asked
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as one of Python; any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def as_json(value: Any) -> Any:
     """A value as JSON, with a word in place of objects that only Python can give."""
     if isinstance(value, Mapping):
         return {str(name): as_json(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)) and not any(hasattr(o, "dtype") for o in value):
+    value, is_list = plain(value), isinstance(value, (list, tuple))
+    if is_list and not any(hasattr(one, "dtype") for one in map(plain, value)):
         return [as_json(one) for one in value]
     if value is None or isinstance(value, (str, int, float, bool)):
         return value

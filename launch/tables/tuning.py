@@ -19,7 +19,8 @@ class Choice(NamedTuple):
         metric, value: The validation metric and its best mean over seeds, "" if there
             are no validation rows.
         is_fine_tuned: Whether fine-tuning is better than none, for a row that may.
-        edges: The tuned options whose best value is the least or largest of several.
+        edges: The tuned options whose best value is the least or largest of several,
+            and no other value is as good.
     """
 
     options: dict[str, Any]
@@ -58,16 +59,22 @@ def best(
     are equal. A point that diverged wins only if all did. Raises a ValueError if there
     are no validation rows.
     """
-    found: Choice | None = None
+    found: list[tuple[float, Choice]] = []
     whole = [one for one in points if not one[1]["diverged"]]
     for options, part in whole or points:
         for name, is_fine_tuned in _choosing(part["metrics"], may_tune):
             sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
             value = part["metrics"][name]["mean"]
-            if found is None or sign * value > sign * found.value:
-                ends = tuple(n for n, x in options.items() if x in _ends(tune[n]))
-                found = Choice(dict(options), name, value, is_fine_tuned, ends)
-    return found
+            chosen = Choice(dict(options), name, value, is_fine_tuned)
+            found.append((sign * value, chosen))
+    top = max(score for score, _ in found)
+    chosen, *others = [one for score, one in found if score == top]
+    ends = tuple(
+        name
+        for name, x in chosen.options.items()
+        if x in _ends(tune[name]) and all(x == one.options[name] for one in others)
+    )
+    return chosen._replace(edges=ends)
 
 
 def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, bool]]:

@@ -5,11 +5,13 @@ import re
 import zipfile
 
 import numpy as np
+import pandas
 import pytest
 from scipy import stats
 
 from launch import build, report
-from launch.folder import record
+from launch.folder import lock, record
+from launch.machine import memory
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
 
@@ -34,10 +36,10 @@ METHODS = ["local", "fedavg", "fedavg+ft"]
 TUNE = {"client_lr": [0.001, 0.3]}
 
 
-def made(folder="", **more):
+def made(folder="", methods=METHODS, **more):
     """A small study that has not run."""
     given = {"seeds": 2, "tune": TUNE, "control": "local"} | OPTIONS | more
-    return build.study(METHODS, folder=folder, **given)
+    return build.study(methods, folder=folder, **given)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,9 @@ def test_interrupted_and_opened_again(done, tmp_path):
     whole = made(folder).run(progress=False)
     assert whole.table().to_markdown() == done.table().to_markdown()
     packed = build.load(whole.pack(tmp_path / "mine.zip"))
+    inside = whole.pack(folder / "new" / "mine.zip")
+    with zipfile.ZipFile(whole.pack(inside)) as file:
+        assert "new/mine.zip" not in file.namelist()
     assert packed.table().to_latex() == done.table().to_latex()
     with zipfile.ZipFile(tmp_path / "mine.zip") as file:
         names = file.namelist()
@@ -108,6 +113,10 @@ def test_interrupted_and_opened_again(done, tmp_path):
     assert not any("checkpoints" in name for name in names)
     with pytest.raises(ValueError, match="needs what Python gave"):
         packed.load("fedavg")
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as file:
+        file.writestr("a", "b")
+    with pytest.raises(ValueError, match="is of another study, or damaged"):
+        build.load(tmp_path / "other.zip")
 
 
 def test_looking_into_a_row(done):
@@ -169,6 +178,13 @@ def test_shards_of_a_file(tmp_path, capsys):
         ({"tune": {"client_lr": [1.0, 1.0]}}, "expected different values"),
         ({"num_seeds": 2}, "is decided by the study"),
         ({"seeds": 0}, "expected 1 or more"),
+        ({"seeds": "2"}, "its seeds is a text, an integer is expected"),
+        ({"tune": {"client_lr": 0.1}}, "its tune.client_lr is a number, a list"),
+        ({"metrics": "hurt"}, "its metrics is a text, a list is expected"),
+        ({"settings": ["a"]}, "settings=['a']: expected an object by names"),
+        ({"settings": {"%": {}}}, "% cannot be the name of a folder"),
+        ({"settings": {"a/b": {}, "a-b": {}}}, "are one name of a folder"),
+        ({"methods": ["local", "local"]}, "two methods have the name local"),
     ],
 )
 def test_refused_in_a_line(more, line):
@@ -199,6 +215,23 @@ def test_diverged_points():
     given = OPTIONS | {"client_lr": 1e30, "fine_tune_epochs": 0}
     ran = build.study(["fedavg"], **given).run(progress=False)
     assert "| FedAvg | diverged |" in ran.table().to_markdown()
+    rows = {"local": {"client_lr": 1e30}, "fedavg": {"client_lr": 0.1}}
+    given = OPTIONS | {"rounds": 1, "fine_tune_epochs": 0}
+    ran = build.study(rows, control="local", **given).run(progress=False)
+    shown = ran.table(["client_accuracy", "hurt", "gain", "until_rounds"])
+    assert [one.values[1].mean is None for one in shown.columns] == [False, *[True] * 3]
+    named = {name: {"algo": name} | own for name, own in rows.items()}
+    frame = build.compare(named, progress=False, **given).summary(control="local")
+    assert not {"hurt", "gain", "until_rounds"} & set(frame)
+
+
+def test_tested_or_not(done):
+    """Only metrics without values of clients are said to have none."""
+    shown = done.table(["client_accuracy", "global_accuracy"])
+    said = [one for one in shown.notes if "no values of single clients" in one]
+    assert len(said) == 1 and said[0].startswith("Global")
+    alone = made().table(["client_accuracy"])
+    assert not any("no values of single clients" in one for one in alone.notes)
 
 
 def test_its_report(done, tmp_path):
@@ -217,6 +250,7 @@ def test_epochs_of_fine_tuning_are_tuned():
     chosen = ran.choice("", "fedavg+ft")
     assert chosen.is_fine_tuned == (chosen.options == {"fine_tune_epochs": 3})
     assert ran.choice("", "fedavg").options == {"fine_tune_epochs": 0}
+    assert not ran.choice("", "fedavg").edges  # all are as good
 
 
 def test_changed_data_are_refused(tmp_path):
@@ -235,7 +269,7 @@ def test_changed_data_are_refused(tmp_path):
 def test_wilcoxon_is_scipy_s():
     """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
     one, other = GEN.normal(size=(2, 2, 12))
-    found = significance.wilcoxon(one[:1], other[:1])
+    found, _ = significance.wilcoxon(one[:1], other[:1])
     assert found == pytest.approx(stats.wilcoxon(one[0], other[0]).pvalue)
     sides = []
     for side in ("greater", "less"):
@@ -246,9 +280,28 @@ def test_wilcoxon_is_scipy_s():
         ]
         sides.append(stats.norm.sf(sum(scores) / np.sqrt(2)))
     expected = min(1, 2 * min(sides))
-    assert significance.wilcoxon(one, other) == pytest.approx(expected)
-    assert significance.wilcoxon(other, one) == pytest.approx(expected)
-    assert significance.wilcoxon(one, one) == 1
+    (p, side), turned = (
+        significance.wilcoxon(one, other),
+        significance.wilcoxon(other, one),
+    )
+    assert p == pytest.approx(expected) and turned == (pytest.approx(p), -side)
+    assert side == (1 if sides[0] < sides[1] else -1)
+    assert significance.wilcoxon(one, one) == (1, 0)
+
+
+def test_a_single_client_does_not_outvote_all_seeds():
+    """An exact p-value of 1 in one seed is a weak score, and not minus infinity."""
+    gain = np.array([[0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08]] * 3)
+    gain[2] = [-0.01, *[0] * 7]
+    p, side = significance.wilcoxon(gain, np.zeros_like(gain))
+    assert p < 0.01 and side == 1
+
+
+def test_ties_are_ties():
+    """Accuracies of equal rows have equal differences, whatever floats say."""
+    one, other = np.array([[[3, 5, 2, 9, 7, 6, 4, 8]], [[2, 4, 1, 8, 6, 7, 5, 9]]])
+    whole = significance.wilcoxon(one * 1.0, other * 1.0)
+    assert significance.wilcoxon(one / 10, other / 10) == whole
 
 
 def test_holm_is_the_definition():
@@ -277,6 +330,25 @@ def test_derived_numbers(done):
         reached = [r for r in curve if r["client_accuracy"] >= base[seed].mean() / 2]
         assert rounds == reached[0]["round"]
     assert found["until_clock"] is None
+
+
+def test_what_has_no_folder_says_so_once(capsys):
+    """A comparison is gone with the process as a whole."""
+    build.compare(["local", "fedavg"], **OPTIONS | {"rounds": 1})
+    assert capsys.readouterr().out.count("gone with the process") == 1
+
+
+def test_memory_of_fine_tuning():
+    """Its program is among those that are planned ahead and estimated."""
+    run = build.experiment(algo="fedavg", **OPTIONS)
+    assert run.simulation.programs[-1] == "of_adapted"
+    planned = memory.planned_bytes(run.simulation.ahead("of_adapted"))
+    assert planned > 0 and "of_adapted" in run.simulation.lowered()
+    small = OPTIONS | {"local_epochs": 1, "fine_tune_epochs": 0}
+    shown = [build.study(["fedavg"], **one).estimate() for one in (OPTIONS, small)]
+    assert shown[0].methods[0].megabytes >= max(
+        planned / 1e6, shown[1].methods[0].megabytes
+    )
 
 
 def test_comparisons_have_derived_columns():
@@ -322,9 +394,60 @@ def test_marks_follow_the_test():
         for row, one in values.items()
     }
     how = words.metric("client_accuracy")
-    column, was_tested = table._values(how, entries, values, "a")
+    column = table._values(how, entries, values, "a")
     made = table.Table(list(values), [table.Column("", how, column)], [])
-    assert was_tested and [one.is_best for one in column] == [True, True, False]
+    assert [one.is_best for one in column] == [True, True, False]
     assert [one.mark for one in column] == ["", "", "worse"]
     assert r"$^\ddagger$" in made.to_latex() and "‡" in made.to_markdown()
     assert r"\textbf{" in made.to_latex().splitlines()[4]
+    # Most clients are worse, and two outliers make a better mean: no mark.
+    gap = np.array([[*np.linspace(-0.02, -0.01, 28), 0.9, 0.9]])
+    values = {"a": base[:1], "b": base[:1] + gap}
+    entries = {
+        row: {"mean": one.mean(), "std": 0.0, "per_seed": [one.mean()]}
+        for row, one in values.items()
+    }
+    _, other = table._values(how, entries, values, "a")
+    assert other.p < 0.05 and other.mean > base[0].mean() and not other.mark
+
+
+def test_settings_are_not_taken_for_one_another():
+    """NumPy's numbers are numbers, and other owners of the same rows other data."""
+    given = OPTIONS | {"fine_tune_epochs": 0, "rounds": 1}
+    counts = {f"{n}": {"num_clients": n} for n in np.array([4, 5])}
+    ran = build.study(["local"], settings=counts, **given).run(progress=False)
+    flags = {name: ran.runs(name)["local"].flags for name in counts}
+    assert all(flags[name]["num_clients"] == name for name in counts)
+    frames_of = [
+        pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": Y, "who": who})
+        for who in (np.arange(200) // 50, np.arange(200) % 4)
+    ]
+    owners = {f"{n}": {"dataset": one} for n, one in enumerate(frames_of)}
+    given |= {"partition": "natural", "owner": "who", "label": "y", "num_clients": 4}
+    del given["dataset"]
+    ran = build.study(["local"], settings=owners, **given).run(progress=False)
+    hashes = {ran.runs(name)["local"].hashes["split_sha256"] for name in owners}
+    assert len(hashes) == 2
+
+
+def test_equal_rows(tmp_path):
+    """One is computed, both are bold, and a run that another process has is left."""
+    rows = {"a": {"algo": "local"}, "b": {"algo": "local"}}
+    given = OPTIONS | {"rounds": 1, "fine_tune_epochs": 0, "folder": tmp_path / "it"}
+    ran = build.study(rows, **given)
+    held = lock.Lock(tmp_path / "it" / "runs" / "b")
+    held.acquire()
+    assert "1 of 2 results are not" in ran.run(progress=False).table().to_markdown()
+    held.release()
+    shown = ran.run(progress=False).table(["bottom_decile"])
+    assert [one.is_best for one in shown.columns[0].values] == [True, True]
+    assert ran.load("b").round == 1
+
+
+def test_a_time_that_ends_with_the_last_call_ends_nothing_else(tmp_path):
+    """Its run is finished, and the next ones begin."""
+    given = OPTIONS | {"rounds": 1, "eval_every": 1, "fine_tune_epochs": 0}
+    ran = build.study(["local", "fedavg"], **given)
+    for _ in range(2):
+        ran.run(progress=False, cell_timeout=1e-9)
+    assert "not finished" not in ran.table().to_markdown()

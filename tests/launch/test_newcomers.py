@@ -302,6 +302,29 @@ def test_one_moment_alone():
     assert len(right) == 4 and after.metrics[-1]["trained_accuracy"] == expected
 
 
+def test_rounds_without_test_rows():
+    """No client of the round has any: the record has no accuracy, and not 0."""
+    gen = np.random.default_rng(0)
+    x = gen.normal(size=(60, 6)).astype(np.float32)
+    given = {"dataset": (x, (x[:, 0] > 0).astype(int)), "model": "mlp", "rounds": 4}
+    given |= {"partition": "dirichlet", "partition_alpha": 0.3, "num_clients": 8}
+    given |= {"test_split": "client_share", "preset": "none", "eval_every": 1}
+    made = build.experiment(
+        algo="fedavg", clients_per_round=1, eval_moments="both", **given
+    )
+    made.run(progress=False)
+    count, seen = made.data.partition.test.count[0], set()
+    for one in made.metrics[1:]:
+        cohort = made.planner.drawn(0, one["round"] - 1)
+        (client,) = cohort.client_id[cohort.row_mask]
+        assert ("trained_accuracy" in one) == (count[client] > 0)
+        seen.add(bool(count[client] > 0))
+    assert seen == {False, True}
+    official = given | {"test": given["dataset"], "test_split": "official"}
+    with pytest.raises(ValueError, match="no test rows on which it could"):
+        build.experiment(algo="fedavg", eval_moments="both", val_split=0.2, **official)
+
+
 @pytest.mark.parametrize(
     ("algo", "line"),
     [
