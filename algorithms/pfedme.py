@@ -26,9 +26,11 @@ Differs from the paper: the mean is weighted by examples by default. The paper s
 an accuracy nu and does not say where theta_i begins: as in the released code and in
 PFLlib there are always K steps, of rate `--personal_lr`, and theta_i is w^t at the
 beginning of a round and goes on from minibatch to minibatch. Only the clients of a
-round train, as in PFLlib, where the released code trains all. Both codes add .001 theta
-to the gradient of theta; this is left out, as it is not in the paper. Running
-statistics are theta_i's. The loss of a round is F_i's, with f_i before the last step.
+round train, as in PFLlib, where the released code trains all. PFLlib adds .001 theta to
+the gradient of theta, which is left out, as it is not in the paper. PFLlib means to
+measure theta_i but has overwritten it with w_i by then, which `--eval_model=local`
+does; the default is the paper's. Running statistics are theta_i's. The loss of a round
+is F_i's, with f_i before the last step.
 """
 
 import dataclasses
@@ -50,6 +52,11 @@ class HParams(averaging.Averaging):
     )
     personal_lr: float = fp.option(
         0.01, "learning rate of the personal model", minimum=0
+    )
+    eval_model: str = fp.option(
+        "personal",
+        "model that serves a client: theta_i, or w_i as it was sent (local)",
+        choices=("personal", "local"),
     )
 
 
@@ -83,8 +90,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         start = server._replace(stats=by_stage(server))
         trained = fp.train(hparams, envelope, start, client)
         own = fp.Variables(*zip(*trained.stats, strict=True))
-        row = {"own": own, "has_own": jnp.ones((), bool)}
-        return trained.replace(stats=own.stats), row
+        trained = trained.replace(stats=own.stats)
+        own = trained.variables if hparams.eval_model == "local" else own
+        return trained, {"own": own, "has_own": jnp.ones((), bool)}
 
     def first(start: fp.Variables) -> dict:
         return {"own": start, "has_own": jnp.zeros((), bool)}
