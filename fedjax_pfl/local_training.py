@@ -184,10 +184,12 @@ def sum_over_rows(
     """The sum of `fn(batch)` over all train rows of a client int32[], in their order.
 
     The rows of clients that never train are those on which they adapt. The last batch
-    is short, and a client without rows gives zeros. `key` is that of the batches' keys.
+    is short, and a client without rows, or K, gives zeros. `key` is that of the
+    batches' keys, and examples are changed at random as in a training step.
     """
     rows = data.partition.adapting
-    count, row_at = rows.count[client_id], rows.of(client_id)
+    count = jnp.take(rows.count, client_id, mode="fill", fill_value=0)
+    row_at = rows.of(client_id)
 
     def part(index: jax.Array) -> Any:
         place = index * batch_size + jnp.arange(batch_size)
