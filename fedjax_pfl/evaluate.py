@@ -326,6 +326,7 @@ def of_adapted(
     part, ids = data.partition, members.client_id
     num_clients, num_rows = part.test.start.shape[0], ids.shape[0]
     is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    groups = algorithm.serving_groups(state, cohort, data, num_rows)
     data = data.replace(partition=part.replace(train=part.adapting))
 
     def of(table: jax.Array, fill: Any) -> jax.Array:
@@ -334,7 +335,7 @@ def of_adapted(
     start, count = of(part.test.start, 0), of(part.test.count, 0)
     is_sampled = of(is_sampled, False)
     own, known = None, jnp.zeros(num_rows, bool)
-    for group in algorithm.serving_groups(state, cohort, data, num_rows):
+    for group in groups:
         number = _numbers(group, num_rows)
         measured = (number > 0) & is_sampled
         known = known | measured

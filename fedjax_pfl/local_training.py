@@ -180,6 +180,37 @@ def plan(
     return types.PlanSpec(name, epochs, hparams.batch_size, *rows)
 
 
+def sum_over_rows(
+    fn: Callable[[Batch], Any],
+    data: types.Data,
+    client_id: jax.Array,
+    batch_size: int,
+    key: jax.Array,
+) -> Any:
+    """The sum of `fn(batch)` over all train rows of a client int32[], in their order.
+
+    The rows of clients that never train are those on which they adapt. The last batch
+    is short, and a client without rows, or K, gives zeros. `key` is that of the
+    batches' keys, and examples are changed at random as in a training step.
+    """
+    rows = data.partition.adapting
+    count = jnp.take(rows.count, client_id, mode="fill", fill_value=0)
+    row_at = rows.of(client_id)
+
+    def part(index: jax.Array) -> Any:
+        place = index * batch_size + jnp.arange(batch_size)
+        own = jax.random.fold_in(key, index)
+        image, label, chosen = data.train_batch(row_at(place), place, own)
+        here = place < count, place, index, jnp.zeros_like(index), own, chosen
+        return fn(Batch(image, label, *here))
+
+    def step(index: jax.Array, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, part(index))
+
+    zeros = stacked.zeros(jax.eval_shape(part, jnp.zeros((), jnp.int32)))
+    return jax.lax.fori_loop(0, -(-count // batch_size), step, zeros)
+
+
 def _masks(
     objective: Objective, batch: Batch, real: jax.Array, num_stages: int
 ) -> tuple[Any, Any]:

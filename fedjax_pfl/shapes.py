@@ -97,3 +97,16 @@ def common_width(task: types.Task) -> int:
             "of the same width"
         )
     return width
+
+
+def one_width(task: types.Task) -> int:
+    """D of all clients' models, a ValueError where they differ."""
+    shape, models = task.example_shape, task.client_models
+    found = {model.name: embedding_width(model, shape) for model in models}
+    if len({*found.values()}) > 1:
+        raise ValueError(
+            f"--client_model={','.join(found)} have embeddings of widths "
+            f"{', '.join(map(str, found.values()))}; they are compared here, take "
+            "models of one width"
+        )
+    return next(iter(found.values()))
