@@ -40,21 +40,14 @@ class HParams(averaging.Averaging):
     pass
 
 
-def log_counts(client: fp.Client, num_classes: int) -> jax.Array:
-    """The logarithm f32[Y] of a client's train rows by class, -inf where it has none.
+def log_counts(client: fp.Client, num_classes: int, batch_size: int) -> jax.Array:
+    """Logarithms f32[Y] of a client's train rows by class, -inf where it has none."""
 
-    Its rows are read a batch at a time, so that the cost is that of the client.
-    """
-    data, size = client.data, 64  # rows of one pass
-    train = data.partition.train
-    count, row_at = train.count[client.id], train.of(client.id)
+    def count(batch: local_training.Batch) -> jax.Array:
+        return jnp.zeros(num_classes).at[batch.label].add(batch.mask)
 
-    def add(index: jax.Array, counts: jax.Array) -> jax.Array:
-        place = index * size + jnp.arange(size)
-        return counts.at[data.label[row_at(place)]].add(place < count)
-
-    zeros = jnp.zeros(num_classes, jnp.int32)
-    return jnp.log(jax.lax.fori_loop(0, -(-count // size), add, zeros))
+    rows = client.data, client.id, batch_size, client.stream("fedrod.counts")
+    return jnp.log(local_training.sum_over_rows(count, *rows))
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
@@ -69,7 +62,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     last = len(model.stage_names) - 1
 
     def loss_of(client: fp.Client) -> local_training.LossFn:
-        prior = log_counts(client, task.num_classes)
+        prior = log_counts(client, task.num_classes, hparams.batch_size)
 
         def loss_fn(params, stats, batch):
             """L^BSM of the generic model, and the loss of both heads at fixed g(z)."""

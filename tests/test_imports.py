@@ -122,6 +122,7 @@ MAY_NAME = {
 # The benchmark's plain implementations, each of one algorithm.
 REFERENCES = {
     "launch/bench/references.py",
+    "launch/bench/torch_check.py",
     "launch/tables/loops.py",
 }
 
