@@ -165,6 +165,8 @@ def _program(
         raise ValueError(
             f"--eval_moments={config.eval_moments}: --algo={config.algo} {why}; omit it"
         )
+    if config.eval_moments != "before":
+        hashed(hparams)  # a trace of the round refuses what cannot be measured alone
     if config.unseen_clients and algorithm.peers is not None:
         raise ValueError(
             f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "

@@ -140,7 +140,7 @@ class Loop:
 def command(argv: list[str]) -> None:
     """Runs both, and prints a line for each round and the largest difference."""
     with ending.refused():
-        given = flags.parse(argv) | {"eval_every": 1, "devices": 1}
+        given = flags.parse(argv) | {"eval_every": 1, "devices": 1, "workdir": ""}
         torch = loops.imported_torch()
         experiment = experiment_lib.experiment(**given)
         check(experiment)
