@@ -71,15 +71,15 @@ def definitions(source):
 
 
 def shown_algorithms():
-    """The two pieces of code in docs/adding.md."""
+    """The pieces of code in docs/adding.md."""
     return re.findall(r"```python\n(.*?)```", (DOCS / "adding.md").read_text(), re.S)
 
 
-def test_the_shown_algorithm_is_fedprox():
-    """The code in docs/adding.md is that of the file."""
-    shown, _ = shown_algorithms()
-    source = (ROOT / "algorithms" / "fedprox.py").read_text()
-    assert definitions(shown) == definitions(source)
+@pytest.mark.parametrize(("place", "name"), [(0, "fedprox"), (2, "fedbabu")])
+def test_shown_algorithms_are_those_of_files(place, name):
+    """The code in docs/adding.md."""
+    source = (ROOT / "algorithms" / f"{name}.py").read_text()
+    assert definitions(shown_algorithms()[place]) == definitions(source)
 
 
 def test_the_shown_rounds_are_fedavgs(unequal):
