@@ -22,12 +22,13 @@ import pytest
 
 from fedjax_pfl import program
 from launch.machine import devices
-from tests import synthetic
+from tests import drawn, synthetic
 
 # Nobody reads where an operation came from, and to note it takes a part of every trace.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Traces are many small objects without cycles: to look for some takes a tenth of a run.
 gc.set_threshold(200_000, 20, 50)
+drawn.use()
 # A tiny run by the command: two of four clients a round
 FLAGS = """--model=mlp --devices=1 --num_clients=4 --clients_per_round=2
     --local_epochs=1 --batch_size=16 --partition=dirichlet""".split()

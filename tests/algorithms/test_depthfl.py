@@ -343,7 +343,7 @@ def test_feddyn_equals_plain_feddyn(problem, start):
         ledger = plus(ledger, -alpha * 3 / 5, plain.minus(mean, server))
         server = plus(mean, -1 / alpha, ledger)
         with jax.enable_x64(False):
-            state = jax.tree.map(jnp.asarray, state)
+            state = jax.device_put(state, jax.devices()[0])
             state, _, sent = run(state, cohort, problem.data)
         found = plain.server_layers(state), plain.layers(state.server["h"])
         found += ([plain.layers(plain.at(state.clients, k)) for k in range(5)],)
@@ -558,6 +558,8 @@ def settled(convex, rounds=60, **changed):
     state = made.init(data, jax.random.key(0))
     run, states = jax.jit(made.round), [plain_state(state)]
     for _ in range(rounds):
+        # Not where a round leaves it: that would be compiled for once more.
+        state = jax.device_put(state, jax.devices()[0])
         state, _, _ = run(state, cohort, data)
         states.append(plain_state(state))
     return states

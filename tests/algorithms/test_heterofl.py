@@ -172,7 +172,7 @@ def normed(rate=1.0, scaler=1.0):
 def test_static_norm(kind, problem):
     """Test 13: statistics of every width over all train rows, whatever their order."""
     made = make(problem, model=normed(), static_norm=kind)
-    state = made.init(problem.data, jax.random.key(1))
+    state = jax.jit(made.init)(problem.data, jax.random.key(1))
     served = made.server(state, problem.data)
     table = problem.table
     rows = table.train.row[: table.train.count.sum()]
@@ -210,12 +210,13 @@ def test_static_examples_are_of_every_client(problem, monkeypatch):
         seen.append(np.asarray(rows))
         return jnp.zeros((len(rows), 8, 8, 1)), jnp.zeros(len(rows), jnp.int32)
 
-    made = make(problem, model=divided(), static_examples=20)
-    state = made.init(problem.data, jax.random.key(1))
+    given = {"static_examples": 20, "level_mix": "1:1"}
+    made = make(problem, model=divided(), **given)
+    state = jax.jit(made.init)(problem.data, jax.random.key(1))
     monkeypatch.setattr(types.Data, "gather", gather)
     with jax.disable_jit():
         made.server(state, problem.data)
-    rows = np.concatenate(seen[: len(seen) // 4])
+    rows = np.concatenate(seen[: len(seen) // 2])
     owner = np.full(rows.max() + 1, -1)
     table = problem.table
     for number in range(5):

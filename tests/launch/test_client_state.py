@@ -58,10 +58,14 @@ CASES = {
         "emulate": "accelerator",
     },
     "points": {"algo": "pfedsd", "sweep": "client_lr=0.01,0.1"},
-    "metrics": {"algo": "pfedsd", "eval_metrics": "macro_f1,auc,ece"},
-    "all": {"algo": "fedper", "c_gen": True, "eval_clients": "all"},
-    "shared": {"algo": "pfedsd", "eval_metrics": "auc", **TWO},
-    "two seeds": {"algo": "fedper", "c_gen": True, "num_seeds": 2, **TWO},
+    "metrics": {"algo": "pfedsd", "eval_metrics": "macro_f1,auc,ece", **TWO},
+    "all": {
+        "algo": "fedper",
+        "c_gen": True,
+        "eval_clients": "all",
+        "num_seeds": 2,
+        **TWO,
+    },
 }
 
 

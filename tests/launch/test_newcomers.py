@@ -1,5 +1,7 @@
 """Validation rows, clients that never train, and models adapted before measuring."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,8 +54,10 @@ def rows(table, client):
     return np.asarray(table.row[start : start + table.count[client]])
 
 
-def loss_of(params, model, stats, x, y, level):
-    """(the cross-entropy, summed over the exits that are held; new statistics)."""
+@functools.partial(jax.jit, static_argnames=("model", "level"))
+@functools.partial(jax.grad, has_aux=True)
+def slope(params, model, stats, x, y, level):
+    """Gradient of the cross-entropy, summed over the held exits, and statistics."""
     mode = {"sample_mask": jnp.ones(len(x), bool), "train": True}
     out, stats = model.forward(params, stats, jnp.asarray(x), **mode)
     exits = out[:level] if model.has_exits else (out,)
@@ -80,9 +84,7 @@ def adapted(experiment, client, num_epochs, pull=None):
     for epoch in order:
         for first in range(0, len(epoch), size):
             taken = own[epoch[first : first + size]]
-            x, y = table[taken], Y[taken]
-            given = params, model, stats, x, y, level
-            grads, new = jax.grad(loss_of, has_aux=True)(*given)
+            grads, new = slope(params, model, stats, table[taken], Y[taken], level)
             stats = (*new[:level], *stats[level:])
             if pull is not None:
                 weight, to = pull
