@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import arrays, builders, dataset, files, frames, images, labels, npz, texts
+from data import (
+    arrays,
+    builders,
+    dataset,
+    files,
+    frames,
+    images,
+    labels,
+    npz,
+    official,
+    texts,
+)
 from data.builders import cinic10, tiny_imagenet
 from fedjax_pfl import options
 
@@ -85,6 +96,18 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
         return _joined(with_channels, 10)
 
 
+def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
+    """CIFAR or SVHN from official files in `data_dir`; `/coarse` means those labels."""
+    if data_dir and (found := official.find(name, data_dir)):
+        num_classes = {"cifar100": 100, "cifar100/coarse": 20}.get(name, 10)
+        return _joined(found, num_classes, (32, 32, 3))
+    plain = name.partition("/")[0]
+    hint = f", or put {official.wanted(plain)} there"
+    if data_dir:
+        hint += f" (looked for in {data_dir} and {pathlib.Path(data_dir) / plain})"
+    return _tfds(plain, data_dir, hint, "coarse_label" if "/" in name else "label")
+
+
 def _joined(
     found: dict[str, np.ndarray], num_classes: int, shape: tuple[int, ...] = ()
 ) -> dataset.Dataset:
@@ -137,7 +160,9 @@ def _prepared(name: str, data_dir: str) -> Any:
     return builder
 
 
-def _tfds(name: str, data_dir: str, more: str = "") -> dataset.Dataset:
+def _tfds(
+    name: str, data_dir: str, more: str = "", label: str = "label"
+) -> dataset.Dataset:
     """Loads a data set through tfds; `more` are other ways to get it, for errors."""
     way = "prepare it once with tfds on a machine with a network and point --data_dir "
     way += f"at that folder{more}"
@@ -160,9 +185,9 @@ def _tfds(name: str, data_dir: str, more: str = "") -> dataset.Dataset:
         ) from error
     return dataset.Dataset(
         np.stack([example["image"] for example in examples]),
-        np.asarray([example["label"] for example in examples], np.int32),
+        np.asarray([example[label] for example in examples], np.int32),
         len(sources[0]),
-        builder.info.features["label"].num_classes,
+        builder.info.features[label].num_classes,
     )
 
 
@@ -243,8 +268,16 @@ DATASETS: dict[str, Source] = {
         "fedavg_cnn",
         "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
     ),
-    "cifar10": Source(_tfds, "cdkt_cifar", "CIFAR-10 through tfds"),
-    "cifar100": Source(_tfds, "cdkt_cifar", "CIFAR-100 through tfds"),
+    "cifar10": Source(
+        _official_or_tfds,
+        "cdkt_cifar",
+        "CIFAR-10: an official archive in --data_dir, else tfds",
+    ),
+    "cifar100": Source(
+        _official_or_tfds,
+        "cdkt_cifar",
+        "CIFAR-100: an official archive in --data_dir, else tfds",
+    ),
     "cinic10": Source(
         _tfds,
         "cdkt_cifar",
@@ -256,7 +289,12 @@ DATASETS: dict[str, Source] = {
         "Tiny ImageNet, 200 classes, 100,000 train images of 64x64: the official "
         "archive in --data_dir",
     ),
-    "svhn_cropped": Source(_tfds, "cdkt_cifar", "SVHN, cropped digits, through tfds"),
+    "svhn_cropped": Source(
+        _official_or_tfds,
+        "cdkt_cifar",
+        "SVHN, cropped digits: train_32x32.mat and test_32x32.mat in --data_dir, else "
+        "tfds",
+    ),
     "pathmnist": Source(
         load_pathmnist,
         "cdkt_cifar",
@@ -288,6 +326,7 @@ def load(
     layout: str = "auto",
     label: str = "",
     owner: str = "",
+    labels: str = "fine",
 ) -> dataset.Dataset:
     """Loads a data set by name, or a user's own, one of `FILES`.
 
@@ -300,6 +339,7 @@ def load(
         owners: The owners of a text's rows, one of `texts.OWNERS`.
         layout: The layout of images in an npz file, one of `arrays.LAYOUTS`.
         label, owner: The columns of a CSV file, see `frames.from_frame`.
+        labels: The labels of CIFAR-100, one of `official.KINDS`.
 
     Raises:
         ValueError: one line: what is missing, and how to get it.
@@ -324,7 +364,8 @@ def load(
         )
     others = texts.TEXTS if flag == "dataset" else ()
     options.check_one_of(flag, name, [*DATASETS, *others], f", {', '.join(FILES)}")
+    kind = "/coarse" if labels == "coarse" else ""
     try:
-        return DATASETS[name].load(name, data_dir)
+        return DATASETS[name].load(name + kind, data_dir)
     except ValueError as error:
         raise ValueError(str(error).replace("--dataset=", f"--{flag}=")) from error

@@ -99,7 +99,7 @@ def _source(
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
     if rows is None:
-        names = "text_length", "owners", "layout", "label", "owner"
+        names = "text_length", "owners", "layout", "label", "owner", "labels"
         options = {name: getattr(config, name) for name in names}
         found = loaders.load(config.dataset, config.data_dir, **options)
     elif train.frame is not None:

@@ -170,6 +170,7 @@ def check_data(
         "images": text is None,
         "tables": has_columns or name.startswith("csv:"),
         "arrays": has_axes or name.startswith("npz:"),
+        "coarse labels": name == "cifar100",
     }
     for field in dataclasses.fields(config):
         value, only = getattr(config, field.name), field.metadata["only"]

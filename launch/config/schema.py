@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from data import arrays, images, partitions, texts
+from data import arrays, images, official, partitions, texts
 from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
@@ -28,6 +28,7 @@ DATA = {
     "images": "other data than a text",
     "tables": "a CSV file or DataFrame",
     "arrays": "arrays (npz:PATH)",
+    "coarse labels": "--dataset=cifar100",
 }
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
 
@@ -130,6 +131,12 @@ class Data:
         "column of the labels of a CSV file or DataFrame; default label, y, target or "
         "class",
         only="tables",
+    )
+    labels: str = option(
+        "fine",
+        "the labels of CIFAR-100: 100 fine ones, or 20 coarse ones",
+        choices=official.KINDS,
+        only="coarse labels",
     )
     owner: str = option(
         "",
