@@ -22,6 +22,7 @@ from data import (
     frames,
     images,
     labels,
+    leaf,
     npz,
     official,
     texts,
@@ -37,6 +38,7 @@ FILES = {
     "npz:PATH": "your own arrays x, y and optionally client",
     "csv:PATH": "your own table, with columns --label and optionally --owner",
     "images:PATH": "your own folder of images, class/file or owner/class/file",
+    "leaf:PATH": "LEAF's JSON of images or features by owner, a file or a folder",
 }
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -235,6 +237,23 @@ def load_pathmnist(name: str, data_dir: str) -> dataset.Dataset:
         raise ValueError(f"{path}: {error}; fetch it again") from error
 
 
+def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
+    """Loads FEMNIST by writer, of LEAF's JSON or of parquet files; see `leaf.femnist`.
+
+    Raises a one-line ValueError if there are no such files, or one is damaged.
+    """
+    folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
+    found = filter(None, (leaf.find(one) for one in folders if data_dir))
+    if paths := next(found, []):
+        return leaf.femnist(paths)
+    where = f"in {' or '.join(map(str, folders))}" if data_dir else "without --data_dir"
+    raise ValueError(
+        f"--dataset=femnist: there is no {leaf.WANTED} {where}; put LEAF's FEMNIST by "
+        "writer there, or take --dataset=emnist/byclass, the images without writers "
+        "that had this name before"
+    )
+
+
 def load_npz(
     path: str, layout: str = "auto", least_classes: int = 2
 ) -> dataset.Dataset:
@@ -301,11 +320,13 @@ DATASETS: dict[str, Source] = {
         "PathMNIST, 9 tissues, 89,996 train images: MedMNIST's pathmnist.npz in "
         "--data_dir",
     ),
-    "emnist/byclass": Source(_tfds, "m2", "FEMNIST's images, 62 classes, through tfds"),
+    "emnist/byclass": Source(
+        _tfds, "m2", "EMNIST by class, without writers, 62 classes, through tfds"
+    ),
     "femnist": Source(
-        lambda _, data_dir: _tfds("emnist/byclass", data_dir),
+        load_femnist,
         "m2",
-        "another name for emnist/byclass",
+        "FEMNIST by writer, 62 classes: LEAF's JSON or parquet files in --data_dir",
     ),
 }
 
@@ -337,7 +358,8 @@ def load(
             classes.
         text_length: Tokens of a row of a text, 0 = the text's default.
         owners: The owners of a text's rows, one of `texts.OWNERS`.
-        layout: The layout of images in an npz file, one of `arrays.LAYOUTS`.
+        layout: The layout of images in an npz file or LEAF's JSON, one of
+            `arrays.LAYOUTS`.
         label, owner: The columns of a CSV file, see `frames.from_frame`.
         labels: The labels of CIFAR-100, one of `official.KINDS`.
 
@@ -354,6 +376,7 @@ def load(
         "npz": lambda: load_npz(path, layout, least),
         "csv": lambda: frames.from_csv(path, label, owner),
         "images": lambda: images.from_folder(path, least),
+        "leaf": lambda: leaf.load(path, layout, least),
     }
     if ":" in name and kind in own:
         with files.named(f"--{flag}={name}"):

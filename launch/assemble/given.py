@@ -163,7 +163,8 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
             "--proxy_fraction"
         )
     given = {"name": config.public_set, "data_dir": config.data_dir}
-    layout = config.layout if config.public_set.startswith("npz:") else "auto"
+    has_layout = config.public_set.startswith(("npz:", "leaf:"))
+    layout = config.layout if has_layout else "auto"
     public = loaders.load(**given, flag="public_set", layout=layout)
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
