@@ -14,7 +14,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import arrays, builders, dataset, files, frames, images, labels, npz, texts
+from data import (
+    arrays,
+    builders,
+    dataset,
+    files,
+    frames,
+    images,
+    labels,
+    leaf,
+    npz,
+    official,
+    texts,
+)
 from data.builders import cinic10, tiny_imagenet
 from fedjax_pfl import options
 
@@ -26,6 +38,7 @@ FILES = {
     "npz:PATH": "your own arrays x, y and optionally client",
     "csv:PATH": "your own table, with columns --label and optionally --owner",
     "images:PATH": "your own folder of images, class/file or owner/class/file",
+    "leaf:PATH": "LEAF's JSON of images or features by owner, a file or a folder",
 }
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -85,6 +98,18 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
         return _joined(with_channels, 10)
 
 
+def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
+    """CIFAR or SVHN from official files in `data_dir`; `/coarse` means those labels."""
+    if data_dir and (found := official.find(name, data_dir)):
+        num_classes = {"cifar100": 100, "cifar100/coarse": 20}.get(name, 10)
+        return _joined(found, num_classes, (32, 32, 3))
+    plain = name.partition("/")[0]
+    hint = f", or put {official.wanted(plain)} there"
+    if data_dir:
+        hint += f" (looked for in {data_dir} and {pathlib.Path(data_dir) / plain})"
+    return _tfds(plain, data_dir, hint, "coarse_label" if "/" in name else "label")
+
+
 def _joined(
     found: dict[str, np.ndarray], num_classes: int, shape: tuple[int, ...] = ()
 ) -> dataset.Dataset:
@@ -137,7 +162,9 @@ def _prepared(name: str, data_dir: str) -> Any:
     return builder
 
 
-def _tfds(name: str, data_dir: str, more: str = "") -> dataset.Dataset:
+def _tfds(
+    name: str, data_dir: str, more: str = "", label: str = "label"
+) -> dataset.Dataset:
     """Loads a data set through tfds; `more` are other ways to get it, for errors."""
     way = "prepare it once with tfds on a machine with a network and point --data_dir "
     way += f"at that folder{more}"
@@ -160,9 +187,9 @@ def _tfds(name: str, data_dir: str, more: str = "") -> dataset.Dataset:
         ) from error
     return dataset.Dataset(
         np.stack([example["image"] for example in examples]),
-        np.asarray([example["label"] for example in examples], np.int32),
+        np.asarray([example[label] for example in examples], np.int32),
         len(sources[0]),
-        builder.info.features["label"].num_classes,
+        builder.info.features[label].num_classes,
     )
 
 
@@ -210,6 +237,23 @@ def load_pathmnist(name: str, data_dir: str) -> dataset.Dataset:
         raise ValueError(f"{path}: {error}; fetch it again") from error
 
 
+def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
+    """Loads FEMNIST by writer, of LEAF's JSON or of parquet files; see `leaf.femnist`.
+
+    Raises a one-line ValueError if there are no such files, or one is damaged.
+    """
+    folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
+    found = filter(None, (leaf.find(one) for one in folders if data_dir))
+    if paths := next(found, []):
+        return leaf.femnist(paths)
+    where = f"in {' or '.join(map(str, folders))}" if data_dir else "without --data_dir"
+    raise ValueError(
+        f"--dataset=femnist: there is no {leaf.WANTED} {where}; put LEAF's FEMNIST by "
+        "writer there, or take --dataset=emnist/byclass, the images without writers "
+        "that had this name before"
+    )
+
+
 def load_npz(
     path: str, layout: str = "auto", least_classes: int = 2
 ) -> dataset.Dataset:
@@ -243,8 +287,16 @@ DATASETS: dict[str, Source] = {
         "fedavg_cnn",
         "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
     ),
-    "cifar10": Source(_tfds, "cdkt_cifar", "CIFAR-10 through tfds"),
-    "cifar100": Source(_tfds, "cdkt_cifar", "CIFAR-100 through tfds"),
+    "cifar10": Source(
+        _official_or_tfds,
+        "cdkt_cifar",
+        "CIFAR-10: an official archive in --data_dir, else tfds",
+    ),
+    "cifar100": Source(
+        _official_or_tfds,
+        "cdkt_cifar",
+        "CIFAR-100: an official archive in --data_dir, else tfds",
+    ),
     "cinic10": Source(
         _tfds,
         "cdkt_cifar",
@@ -256,18 +308,25 @@ DATASETS: dict[str, Source] = {
         "Tiny ImageNet, 200 classes, 100,000 train images of 64x64: the official "
         "archive in --data_dir",
     ),
-    "svhn_cropped": Source(_tfds, "cdkt_cifar", "SVHN, cropped digits, through tfds"),
+    "svhn_cropped": Source(
+        _official_or_tfds,
+        "cdkt_cifar",
+        "SVHN, cropped digits: train_32x32.mat and test_32x32.mat in --data_dir, else "
+        "tfds",
+    ),
     "pathmnist": Source(
         load_pathmnist,
         "cdkt_cifar",
         "PathMNIST, 9 tissues, 89,996 train images: MedMNIST's pathmnist.npz in "
         "--data_dir",
     ),
-    "emnist/byclass": Source(_tfds, "m2", "FEMNIST's images, 62 classes, through tfds"),
+    "emnist/byclass": Source(
+        _tfds, "m2", "EMNIST by class, without writers, 62 classes, through tfds"
+    ),
     "femnist": Source(
-        lambda _, data_dir: _tfds("emnist/byclass", data_dir),
+        load_femnist,
         "m2",
-        "another name for emnist/byclass",
+        "FEMNIST by writer, 62 classes: LEAF's JSON or parquet files in --data_dir",
     ),
 }
 
@@ -288,6 +347,7 @@ def load(
     layout: str = "auto",
     label: str = "",
     owner: str = "",
+    labels: str = "fine",
 ) -> dataset.Dataset:
     """Loads a data set by name, or a user's own, one of `FILES`.
 
@@ -298,8 +358,10 @@ def load(
             classes.
         text_length: Tokens of a row of a text, 0 = the text's default.
         owners: The owners of a text's rows, one of `texts.OWNERS`.
-        layout: The layout of images in an npz file, one of `arrays.LAYOUTS`.
+        layout: The layout of images in an npz file or LEAF's JSON, one of
+            `arrays.LAYOUTS`.
         label, owner: The columns of a CSV file, see `frames.from_frame`.
+        labels: The labels of CIFAR-100, one of `official.KINDS`.
 
     Raises:
         ValueError: one line: what is missing, and how to get it.
@@ -314,6 +376,7 @@ def load(
         "npz": lambda: load_npz(path, layout, least),
         "csv": lambda: frames.from_csv(path, label, owner),
         "images": lambda: images.from_folder(path, least),
+        "leaf": lambda: leaf.load(path, layout, least),
     }
     if ":" in name and kind in own:
         with files.named(f"--{flag}={name}"):
@@ -324,7 +387,8 @@ def load(
         )
     others = texts.TEXTS if flag == "dataset" else ()
     options.check_one_of(flag, name, [*DATASETS, *others], f", {', '.join(FILES)}")
+    kind = "/coarse" if labels == "coarse" else ""
     try:
-        return DATASETS[name].load(name, data_dir)
+        return DATASETS[name].load(name + kind, data_dir)
     except ValueError as error:
         raise ValueError(str(error).replace("--dataset=", f"--{flag}=")) from error

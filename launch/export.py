@@ -22,7 +22,8 @@ class Options:
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     data_dir: str = option("", "folder of the data set, if it moved")
     dataset: str = option(
-        "", "npz:PATH, csv:PATH or images:PATH of the data, if they moved"
+        "",
+        "npz:PATH, csv:PATH, images:PATH or leaf:PATH of the data, if they moved",
     )
 
 

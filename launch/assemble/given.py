@@ -99,7 +99,7 @@ def _source(
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
     if rows is None:
-        names = "text_length", "owners", "layout", "label", "owner"
+        names = "text_length", "owners", "layout", "label", "owner", "labels"
         options = {name: getattr(config, name) for name in names}
         found = loaders.load(config.dataset, config.data_dir, **options)
     elif train.frame is not None:
@@ -163,7 +163,8 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
             "--proxy_fraction"
         )
     given = {"name": config.public_set, "data_dir": config.data_dir}
-    layout = config.layout if config.public_set.startswith("npz:") else "auto"
+    has_layout = config.public_set.startswith(("npz:", "leaf:"))
+    layout = config.layout if has_layout else "auto"
     public = loaders.load(**given, flag="public_set", layout=layout)
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]

@@ -84,6 +84,13 @@ def values(preset: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def has_data(preset: str, dataset: str) -> bool:
+    """Whether a paper, and not only the base, has rules about a data set."""
+    own = (rule.when for name, rule in rules(preset) if name != BASE)
+    about = ({"dataset": when["dataset"]} for when in own if "dataset" in when)
+    return any(Rule(when, {}).holds({"dataset": dataset}) for when in about)
+
+
 def default_text(option: str, own: str, preset: str, facts: Mapping[str, Any]) -> str:
     """An option's default and where it comes from: `30 (--preset=cdkt)`."""
     owner, value, by_data = BASE, None, False

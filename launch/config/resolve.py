@@ -70,8 +70,9 @@ def resolve(
         "public_images": entry.public_images and not has_images,
     }
     partition = config.partition or presets.values(config.preset, facts)["partition"]
-    if loaders.is_own(name) and config.partition is None:
-        # A paper's users exist only in its own data; a user's data may name owners.
+    has_users = presets.has_data(config.preset, name) or source.client is None
+    if config.partition is None and (loaders.is_own(name) or not has_users):
+        # A paper's users exist only in its own data; others may name owners.
         partition = "client_dirichlet" if source.client is None else "natural"
     if source.is_text and config.partition is None:
         partition = "contiguous"
@@ -169,7 +170,8 @@ def check_data(
         "owned texts": text is not None and text.has_owners,
         "images": text is None,
         "tables": has_columns or name.startswith("csv:"),
-        "arrays": has_axes or name.startswith("npz:"),
+        "arrays": has_axes or name.startswith(("npz:", "leaf:")),
+        "coarse labels": name == "cifar100",
     }
     for field in dataclasses.fields(config):
         value, only = getattr(config, field.name), field.metadata["only"]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from data import arrays, images, partitions, texts
+from data import arrays, images, official, partitions, texts
 from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
@@ -27,7 +27,8 @@ DATA = {
     "owned texts": "a text with owners",
     "images": "other data than a text",
     "tables": "a CSV file or DataFrame",
-    "arrays": "arrays (npz:PATH)",
+    "arrays": "arrays (npz:PATH or leaf:PATH)",
+    "coarse labels": "--dataset=cifar100",
 }
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
 
@@ -115,7 +116,7 @@ class Data:
 
     dataset: str = option(
         "mnist_5k",
-        "a data set's name, or your own: npz:PATH, csv:PATH, images:PATH",
+        "a data set's name, or your own: npz:PATH, csv:PATH, images:PATH, leaf:PATH",
         label="always",
     )
     layout: str = option(
@@ -130,6 +131,12 @@ class Data:
         "column of the labels of a CSV file or DataFrame; default label, y, target or "
         "class",
         only="tables",
+    )
+    labels: str = option(
+        "fine",
+        "the labels of CIFAR-100: 100 fine ones, or 20 coarse ones",
+        choices=official.KINDS,
+        only="coarse labels",
     )
     owner: str = option(
         "",

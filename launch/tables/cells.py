@@ -31,6 +31,9 @@ STUDIES = PAPERS.with_name("studies")
 # torch), compare fake devices with one (devices), ask a chip's compiler (estimate)
 HOWS = ("run", "rounds", "loop", "torch", "devices", "estimate")
 
+# Data sets that stand for the one of a paper -> its name in the tables
+ALIKE = {"mnist_5k": "mnist", "emnist/byclass": "femnist"}
+
 # The parts of a cell that decide its result, and all parts
 _SETTINGS = ("how", "options", "data", "rounds", "repeats", "processes")
 _PARTS = (*_SETTINGS, "seconds", "times", "only", "estimated", "paper")
@@ -197,7 +200,7 @@ def cells(
     Raises:
         ValueError: a name or an option belongs to no cell, or a cell could not run.
     """
-    known = "mnist" if dataset == "mnist_5k" else dataset
+    known = ALIKE.get(dataset, dataset)
     if known not in sheet.get("datasets", {"": {}}) and not sheet.get("any_dataset"):
         every = ", ".join(sheet["datasets"])
         raise ValueError(f"--dataset={dataset}: this table has {every}")

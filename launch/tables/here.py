@@ -71,7 +71,6 @@ def available(dataset: str, data_dir: str) -> str:
 
     Raises a ValueError if there is no such data set.
     """
-    dataset = "emnist/byclass" if dataset == "femnist" else dataset
     if not loaders.is_own(dataset):
         known = [*loaders.DATASETS, *texts.TEXTS]
         options_lib.check_one_of("dataset", dataset, [*known, *loaders.FILES])

@@ -470,6 +470,10 @@ def test_tfds(tmp_path, monkeypatch, name, shape, num_classes):
     assert got.image.shape == (12, *shape) and got.image.dtype == np.uint8
     assert got.label.shape == (12,) and got.label.dtype == np.int32
     assert (got.num_train, got.num_classes) == (6, num_classes)
+    if name == "cifar100":
+        with tfds.testing.mock_data(num_examples=6, policy=policy):
+            coarse = loaders.load(name, str(tmp_path), labels="coarse")
+        assert coarse.num_classes == 20 and coarse.label.max() < 20
     assert 0 <= got.label.min() and got.label.max() < num_classes
 
 

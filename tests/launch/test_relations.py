@@ -194,6 +194,7 @@ augment only images
 c_gen only images
 classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_paper
 client_classes needs partition=classes !
+difference needs hessian_free=true
 drop_every notes layer_dropping=true
 early_stop needs val_split=on
 edge_probability needs topology=erdos_renyi
@@ -209,6 +210,7 @@ h_denominator needs feddyn_alpha=on
 image_channels only images
 image_size only images
 label only tables
+labels only coarse labels
 layout only arrays
 masked_loss only texts
 min_layer needs drop_every=on
@@ -300,6 +302,7 @@ OF_KIND = {
     "images": ("npz:a.npz", "wikitext2"),
     "tables": ("csv:a.csv", "npz:a.npz"),
     "arrays": ("npz:a.npz", "csv:a.csv"),
+    "coarse labels": ("cifar100", "cifar10"),
 }
 ONLY = [field for field in dataclasses.fields(schema.Config) if field.metadata["only"]]
 

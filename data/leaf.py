@@ -1,0 +1,254 @@
+"""Data sets by owner: LEAF's JSON (https://leaf.cmu.edu), and FEMNIST in parquet files.
+
+A JSON file of LEAF has `users`, `num_samples` and `user_data`, an object with the rows
+`x` and the labels `y` of each user.
+"""
+
+import collections
+import io
+import json
+import math
+import pathlib
+import string
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data import arrays, dataset, files, images, labels, memory
+from fedjax_pfl import json_text
+
+CHARACTERS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
+WANTED = "all_data_*.json, train/*.json and test/*.json, or *.parquet"
+_SIDE = 28  # of FEMNIST's images
+_COLUMNS = "image", "character", "writer_id"
+_FORM = {"users?": [str], "num_samples?": [int], "user_data": {str: dict}}
+
+
+class Rows(NamedTuple):
+    """Some rows of one owner: x [N, ...] and labels y [N]."""
+
+    owner: str
+    x: np.ndarray
+    y: np.ndarray
+
+
+def find(root: pathlib.Path) -> list[pathlib.Path]:
+    """Returns LEAF's JSON files, or else parquet files, of a folder; [] if none."""
+    for folder in (root, root / "data"):
+        split = [*folder.glob("train/*.json"), *folder.glob("test/*.json")]
+        every = [*folder.glob("all_data/*.json"), *folder.glob("all_data*.json")]
+        if found := split or every or [*folder.glob("*.parquet")]:
+            return sorted(found)
+    return []
+
+
+def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dataset:
+    """Makes a data set of LEAF's JSON, a file or a folder of files.
+
+    Flat rows are vectors, and with a layout of images they are square images, gray
+    (nhw) or of three channels (nhwc, nchw). Nested rows are images; whole numbers from
+    0 to 255 are their bytes.
+
+    Raises:
+        ValueError: a phrase: there is no such file, one cannot be read, or `x` is text.
+    """
+    root = files.given(path, "a file or folder")
+    found = find(root) if root.is_dir() else [root]
+    found = [
+        one for one in found or sorted(root.glob("*.json")) if one.suffix == ".json"
+    ]
+    if not found or not found[0].exists():
+        raise ValueError(f"there is no JSON of LEAF ({WANTED.rpartition(',')[0]})")
+    rows = [one for file in found for one in _of_json(file)]
+    if not rows:
+        raise ValueError(f"{found[0]} and the others have no rows")
+    shapes = {one.x.shape[1:]: labels.limited(one.owner) for one in rows}
+    if len(shapes) > 1:
+        (first, one), (second, other) = list(shapes.items())[:2]
+        raise ValueError(
+            f"rows of {one} are {list(first)} and of {other} {list(second)}; give all "
+            "one shape"
+        )
+    x = np.concatenate([one.x for one in rows])
+    y = np.concatenate([one.y for one in rows])
+    client = np.repeat([one.owner for one in rows], [len(one.y) for one in rows])
+    notes, side = (), math.isqrt(x.shape[1])
+    if x.ndim == 2 and layout in ("nhw", "nhwc", "nchw"):
+        x = _squares(x, layout)
+    elif x.ndim == 2 and side > 3 and side**2 == x.shape[1]:
+        line = f"x {list(x.shape)} is taken as vectors; --layout=nhw if these are gray "
+        notes = (f"{line}images of {side}x{side} pixels",)
+    if x.ndim > 2 and x.dtype.kind in "iu" and x.min() >= 0 and x.max() < 256:
+        x = x.astype(np.uint8)
+    elif x.dtype.kind in "iu":
+        x = x.astype(np.float32)
+    given = {"layout": layout, "least_classes": least_classes, "where": ""}
+    made = arrays.from_arrays(x, y, client, **given)
+    return made._replace(notes=(*notes, *made.notes, *_notes(found)))
+
+
+def femnist(found: list[pathlib.Path]) -> dataset.Dataset:
+    """Makes FEMNIST, uint8 [N, 28, 28, 1] and 62 classes, of LEAF's files or parquet's.
+
+    Images are as in the files: dark ink on white. Owners are the writers. Raises
+    ValueError with the file that is damaged or another one.
+    """
+    parts = collections.defaultdict(list)
+    for path in found:
+        is_json = path.suffix == ".json"
+        for one in (_of_json if is_json else _of_parquet)(path):
+            with files.named(f"{path}: {labels.limited(one.owner)}"):
+                parts["x"].append(_pixels(one.x))
+                parts["y"].append(_characters(one.y))
+            parts["owner"].append(one.owner)
+    if not parts:
+        raise ValueError(f"{found[0]} and the others have no rows")
+    client = np.repeat(parts["owner"], [len(one) for one in parts["y"]])
+    owned = labels.owners(client, len(client), "the writers")
+    x, y = np.concatenate(parts["x"]), np.concatenate(parts["y"])
+    return dataset.Dataset(
+        *(x, y, len(y), len(CHARACTERS), owned.number, CHARACTERS, owned.names),
+        notes=_notes(found),
+    )
+
+
+def _notes(found: list[pathlib.Path]) -> tuple[str, ...]:
+    folders = {one.parent.name for one in found}
+    if not {"train", "test"} <= folders:
+        return ()
+    return (
+        "the rows in the folders train and test are one table, which --test_split "
+        "divides for each owner",
+    )
+
+
+def _squares(x: np.ndarray, layout: str) -> np.ndarray:
+    """Returns flat rows [N, D] as square images, in the layout that is named."""
+    deep = 1 if layout == "nhw" else 3
+    side = math.isqrt(x.shape[1] // deep)
+    shape = {"nhw": (side, side), "nhwc": (side, side, 3), "nchw": (3, side, side)}
+    if side**2 * deep != x.shape[1]:
+        raise ValueError(
+            f"--layout={layout}: rows of {x.shape[1]} numbers are no square images of "
+            f"{deep} channel{'s' * (deep > 1)}; omit it"
+        )
+    return x.reshape(-1, *shape[layout])
+
+
+def _of_json(path: pathlib.Path) -> Iterator[Rows]:
+    """Yields the rows of each user of a file that has some; ValueErrors name it."""
+    try:
+        files.check(path, "a file of JSON")
+        # The text itself, and again as Python's
+        memory.check(2 * path.stat().st_size, "the texts")
+        found = json.loads(path.read_bytes(), object_hook=_compact)
+        json_text.check(found, _FORM)
+        sizes = dict(
+            zip(found.get("users", ()), found.get("num_samples", ()), strict=False)
+        )
+        for owner, held in found["user_data"].items():
+            with files.named(labels.limited(owner)):
+                one = Rows(owner, *_rows(held, sizes.get(owner)))
+            if len(one.y):
+                yield one
+    except RecursionError as error:
+        raise ValueError(f"{path} cannot be read: it is not JSON") from error
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        if isinstance(error, OSError):
+            reason = error.strerror or reason
+        raise ValueError(f"{path} cannot be read: {reason}; fetch it again") from error
+
+
+def _compact(found: dict[str, Any]) -> dict[str, Any]:
+    """Makes arrays of a user's rows at once, as numbers in lists take much memory."""
+    if not (isinstance(found.get("x"), list) and isinstance(found.get("y"), list)):
+        return found
+    try:
+        x, y = np.asarray(found["x"]), np.asarray(found["y"])
+    except ValueError as error:
+        raise ValueError("rows differ in their shape") from error
+    return {**found, "x": x.astype(np.float32) if x.dtype.kind == "f" else x, "y": y}
+
+
+def _rows(held: Any, size: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a user's x and y, whose number must be `size` if that is known."""
+    x, y = held.get("x"), held.get("y")
+    if not isinstance(x, np.ndarray) or y.ndim != 1 or len(x) != len(y):
+        raise ValueError("lists x and y of one length are expected")
+    if len(x) and x.dtype.kind not in "iuf":
+        raise ValueError("x must be numbers; texts and names of images are not read")
+    if len(x) and x.ndim < 2:
+        raise ValueError("x must have a list for each row")
+    if size is not None and size != len(y):
+        raise ValueError(f"num_samples says {size}, there are {len(y)} rows")
+    return x, y
+
+
+def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
+    """Yields runs of rows of one writer; ValueErrors name the file."""
+    try:
+        from pyarrow import parquet  # an optional package
+    except ImportError as error:
+        raise ValueError(
+            f"{path} needs the package pyarrow: pip install -e '.[parquet]'"
+        ) from error
+    try:
+        files.check(path, "a parquet file")
+        with parquet.ParquetFile(path) as opened:
+            names = opened.schema_arrow.names
+            if missing := [one for one in _COLUMNS if one not in names]:
+                raise ValueError(f"it has the columns {names}, no {missing[0]}")
+            for batch in opened.iter_batches(columns=list(_COLUMNS)):
+                image, label, writer = (batch[one].to_pylist() for one in _COLUMNS)
+                if not len(writer):
+                    continue
+                owner = np.array(list(map(str, writer)))
+                begin = np.flatnonzero(owner[1:] != owner[:-1]) + 1
+                pixels = np.stack([_decoded(one) for one in image])
+                parts = (np.split(one, begin) for one in (pixels, np.array(label)))
+                first = owner[np.r_[0, begin]]
+                for name, x, y in zip(first, *parts, strict=True):
+                    yield Rows(str(name), x, y)
+    except Exception as error:  # damaged bytes raise various errors
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path} cannot be read: {reason}; fetch it again") from error
+
+
+def _decoded(image: Any) -> np.ndarray:
+    """Decodes an image as uint8 [H, W]: bytes, or an object with them, as the hub's."""
+    from PIL import Image  # takes long to import
+
+    raw = image.get("bytes") if isinstance(image, dict) else image
+    if not isinstance(raw, bytes):
+        raise ValueError("an image has no bytes")
+    try:
+        opened = Image.open(io.BytesIO(raw), formats=images.FORMATS)
+    except OSError as error:
+        known = ", ".join(images.FORMATS)
+        raise ValueError(f"an image is damaged, or none of {known}") from error
+    with opened:
+        if opened.size != (_SIDE, _SIDE):
+            raise ValueError(f"images of {_SIDE}x{_SIDE} pixels are expected")
+        return np.asarray(opened.convert("L"))
+
+
+def _pixels(x: np.ndarray) -> np.ndarray:
+    """Returns uint8 [N, 28, 28, 1] of bytes, or of f32 [N, 784] from 0 to 1."""
+    if x[0].size != _SIDE**2:
+        raise ValueError(f"rows of {_SIDE**2} pixels are expected, got {x[0].size}")
+    if x.dtype != np.uint8:
+        if not (x.min() >= 0 and x.max() <= 1):
+            raise ValueError("pixels from 0 to 1 are expected")
+        x = np.rint(255 * x).astype(np.uint8)
+    return x.reshape(-1, _SIDE, _SIDE, 1)
+
+
+def _characters(y: np.ndarray) -> np.ndarray:
+    """Returns classes int32[N] of numbers 0 to 61, or of the characters themselves."""
+    if y.dtype.kind == "U":
+        return labels.found_in(y, CHARACTERS, len(y), "character").astype(np.int32)
+    if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= len(CHARACTERS):
+        raise ValueError("labels 0 to 61 are expected")
+    return y.astype(np.int32)

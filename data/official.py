@@ -1,0 +1,293 @@
+"""CIFAR-10, CIFAR-100 and SVHN from their official files, packed or unpacked.
+
+https://www.cs.toronto.edu/~kriz/cifar.html and http://ufldl.stanford.edu/housenumbers.
+"""
+
+import gzip
+import io
+import pathlib
+import pickle
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data import files, memory
+
+KINDS = "fine", "coarse"  # of the labels of CIFAR-100
+# The labels of an image, in the order of their bytes in the binary form
+LABELS = {"cifar10": ("labels",), "cifar100": ("coarse_labels", "fine_labels")}
+SVHN = "train_32x32.mat", "test_32x32.mat"
+_PIXELS = 3 * 32 * 32
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+
+
+class Form(NamedTuple):
+    """An official form: its archive, the folder in it, and its files.
+
+    `read` maps the bytes of a file and the names of its labels to arrays by name: the
+    labels, and `data` [N, 3072], whose rows hold a red, a green and a blue plane.
+    """
+
+    archive: str
+    folder: str
+    train: tuple[str, ...]
+    test: str
+    read: Callable[[bytes, Sequence[str]], Mapping[Any, Any]]
+
+
+class _Array:
+    """Stands in for numpy's `_reconstruct`, and then for the array that it makes."""
+
+    def __new__(cls, *_: Any) -> Any:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, raw = state
+        array = np.frombuffer(raw, dtype.name)
+        self.array = array.reshape(shape, order="F" if is_fortran else "C")
+
+
+class _Dtype:
+    """Stands in for `numpy.dtype`, of numbers alone."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self.name = name.decode() if isinstance(name, bytes) else name
+        if self.name not in ("u1", "i8"):
+            raise ValueError("an array is neither of bytes nor of integers")
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] not in (b"<", b"|", "<", "|"):
+            raise ValueError("an array has another order of bytes")
+
+
+class _Encoded:
+    """Stands in for `_codecs.encode`, as which Python 3 writes bytes for Python 2."""
+
+    def __new__(cls, text: str, _: str) -> Any:
+        return text.encode("latin1")
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("bytes have no state")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads arrays of numbers, lists, dicts, texts and bytes, and calls nothing else.
+
+    A pickle may name any function of any package and have it called. Here each name
+    that CIFAR's files contain is a class of this module, and other names are refused.
+    """
+
+    _NAMES = {
+        "numpy.core.multiarray._reconstruct": _Array,
+        "numpy._core.multiarray._reconstruct": _Array,
+        "numpy.ndarray": _Array,
+        "numpy.dtype": _Dtype,
+        "_codecs.encode": _Encoded,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if found := self._NAMES.get(f"{module}.{name}"):
+            return found
+        raise ValueError(
+            f"it names {module}.{name}, but only numpy arrays, lists, dicts and bytes "
+            "are read"
+        )
+
+
+def _of_binary(raw: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
+    width = len(names) + _PIXELS
+    if not raw or len(raw) % width:
+        raise ValueError(f"it has {len(raw)} bytes, a multiple of {width} is expected")
+    table = np.frombuffer(raw, np.uint8).reshape(-1, width)
+    of_labels = {name: table[:, place] for place, name in enumerate(names)}
+    return of_labels | {"data": table[:, len(names) :]}
+
+
+def _of_pickle(raw: bytes, names: Sequence[str]) -> dict[str, Any]:
+    found = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}, a dict is expected")
+    found = {k.decode() if isinstance(k, bytes) else k: v for k, v in found.items()}
+    return {k: v.array if isinstance(v, _Array) else v for k, v in found.items()}
+
+
+def _of_mat(raw: bytes, names: Sequence[str]) -> Mapping[str, Any]:
+    from scipy import io as scipy_io  # takes a moment to import
+
+    return scipy_io.loadmat(io.BytesIO(raw), variable_names=[*names, "data"])
+
+
+def _with_suffix(suffix: str) -> tuple[tuple[str, ...], str]:
+    return tuple(one + suffix for one in _BATCHES), f"test_batch{suffix}"
+
+
+FORMS = {
+    "cifar10": (
+        Form(
+            *("cifar-10-binary.tar.gz", "cifar-10-batches-bin"),
+            *(*_with_suffix(".bin"), _of_binary),
+        ),
+        Form(
+            *("cifar-10-python.tar.gz", "cifar-10-batches-py"),
+            *(*_with_suffix(""), _of_pickle),
+        ),
+        Form(
+            *("cifar-10-matlab.tar.gz", "cifar-10-batches-mat"),
+            *(*_with_suffix(".mat"), _of_mat),
+        ),
+    ),
+    "cifar100": (
+        Form(
+            *("cifar-100-binary.tar.gz", "cifar-100-binary"),
+            *(("train.bin",), "test.bin", _of_binary),
+        ),
+        Form(
+            *("cifar-100-python.tar.gz", "cifar-100-python"),
+            *(("train",), "test", _of_pickle),
+        ),
+        Form(
+            *("cifar-100-matlab.tar.gz", "cifar-100-matlab"),
+            *(("train.mat",), "test.mat", _of_mat),
+        ),
+    ),
+}
+
+
+def wanted(name: str) -> str:
+    """Lists the files of which one form is read: a phrase for errors."""
+    if name not in FORMS:
+        return " and ".join(SVHN)
+    return "one of " + ", ".join(
+        f"{one.archive} or {one.folder}/" for one in FORMS[name]
+    )
+
+
+def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
+    """Reads a data set from `data_dir`, or from the folder of its name there.
+
+    Args:
+        name: `svhn_cropped`, or `cifar10`, `cifar100` or `cifar100/coarse`, whose
+            classes are the 20 coarse ones.
+        data_dir: A folder with an archive or what was unpacked of it, or that itself.
+
+    Returns:
+        (Images uint8 [N, 32, 32, 3] and integers [N], of the train and of the test
+        split, by names for errors), or None if none of the files is there.
+
+    Raises:
+        ValueError: one line with the file: it is damaged, or another one.
+    """
+    name, _, kind = name.partition("/")
+    for folder in (pathlib.Path(data_dir), pathlib.Path(data_dir) / name):
+        if name not in FORMS:
+            if any((folder / one).exists() for one in SVHN):
+                return _svhn(folder)
+            continue
+        label = LABELS[name][0 if kind else -1]
+        for form in FORMS[name]:
+            for place in (folder / form.folder, folder, folder / form.archive):
+                if any((place / one).is_file() for one in (*form.train, form.test)):
+                    return _joined(place, form, _unpacked(place, form), name, label)
+            if place.is_file():
+                return _joined(place, form, _packed(place, form), name, label)
+    return None
+
+
+def _unpacked(folder: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
+    for name in (*form.train, form.test):
+        if not (folder / name).is_file():
+            raise ValueError(f"it has no {name}")
+        yield name, (folder / name).read_bytes()
+
+
+def _packed(archive: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, bytes) of the files, and compares the archive's checksum."""
+    with gzip.open(archive) as whole:
+        with tarfile.open(fileobj=whole, mode="r|") as members:
+            for one in members:
+                name = pathlib.PurePosixPath(one.name).name
+                if one.isfile() and name in (*form.train, form.test):
+                    memory.check(one.size, f"the {one.size} bytes of {name}")
+                    yield name, members.extractfile(one).read()
+        while whole.read(1 << 20):
+            pass
+
+
+def _joined(
+    place: pathlib.Path,
+    form: Form,
+    contents: Iterator[tuple[str, bytes]],
+    name: str,
+    label: str,
+) -> dict[str, np.ndarray]:
+    """Joins the files of a form; `label` is the name of the labels that are taken."""
+    parts, at = {}, place
+    try:
+        for at, raw in contents:
+            parts[at] = _part(form.read(raw, LABELS[name]), label)
+            at = place
+        if missing := [one for one in (*form.train, form.test) if one not in parts]:
+            raise ValueError(f"it has no {missing[0]}")
+    except Exception as error:  # damaged bytes raise various errors
+        where = place if at is place else place / at
+        raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
+    image, number = zip(*(parts[one] for one in form.train), strict=True)
+    return {
+        f"{place}: {form.train[0]}": np.concatenate(image),
+        f"its {label}": np.concatenate(number),
+        f"{place}: {form.test}": parts[form.test][0],
+        f"{label} of it": parts[form.test][1],
+    }
+
+
+def _part(found: Mapping[Any, Any], label: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the images and labels of a file."""
+    if missing := [one for one in ("data", label) if one not in found]:
+        raise ValueError(f"it has no {missing[0]}")
+    data, number = (np.asarray(found[one]) for one in ("data", label))
+    if data.dtype != np.uint8 or data.shape[1:] != (_PIXELS,):
+        raise ValueError(
+            f"its data are {data.dtype} {list(data.shape)}, uint8 [N, {_PIXELS}] are "
+            "expected"
+        )
+    if number.dtype.kind not in "iu" or number.size != len(data):
+        raise ValueError(
+            f"its {label} are {number.dtype} {list(number.shape)}, {len(data)} "
+            "integers are expected"
+        )
+    image = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(image), number.reshape(-1)
+
+
+def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """Reads SVHN's cropped digits: X uint8 [32, 32, 3, N] and y 1 to 10, 10 for a 0."""
+    from scipy import io as scipy_io  # takes a moment to import
+
+    out = {}
+    for name in SVHN:
+        try:
+            files.check(folder / name, "a file of images")
+            found = scipy_io.loadmat(str(folder / name), variable_names=["X", "y"])
+            if missing := [one for one in ("X", "y") if one not in found]:
+                raise ValueError(f"it has no {missing[0]}")
+            image, digit = found["X"], found["y"]
+            if image.ndim != 4 or digit.size != image.shape[-1]:
+                raise ValueError("X [32, 32, 3, N] and y [N, 1] are expected")
+            if not np.isin(digit, np.arange(1, 11)).all():
+                raise ValueError("y must be 1 to 10")
+        except Exception as error:  # damaged bytes raise various errors
+            where = folder / name
+            raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
+        out[f"{folder / name}: X"] = np.ascontiguousarray(image.transpose(3, 0, 1, 2))
+        out[f"{folder / name}: y"] = digit.reshape(-1).astype(np.int64) % 10
+    return out
+
+
+def _reason(error: Exception) -> str:
+    """One line about an error, and what to do."""
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        reason = "there is no such file"
+    return f"{reason}; fetch it again"
