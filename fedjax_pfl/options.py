@@ -1,8 +1,9 @@
 """Dataclass fields that carry their own help text, choices and range."""
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -88,7 +89,7 @@ def _expected(value: Any, meta: Mapping[str, Any]) -> str:
     if isinstance(value, str):  # an object was checked where it was given
         known = ", ".join(choice for choice in meta["choices"] if choice)
         is_known = not meta["choices"] or _is_choice(value, meta["choices"])
-        return "" if is_known else f"one of {known}"
+        return "" if is_known else f"one of {known}{nearest(value, meta['choices'])}"
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     bounds = {
@@ -172,11 +173,25 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
     return value in choices or any(value.startswith(one[:-4]) for one in paths)
 
 
+def nearest(name: str, known: Iterable[str], before: str = "") -> str:
+    """Suggests the closest known name, in any case, or one that begins so, or nothing.
+
+    `before` is put in front of it.
+    """
+    lower, given = {one.lower(): one for one in known}, name.lower()
+    begun = [one for one in lower if given and one.startswith(given)]
+    close = difflib.get_close_matches(given, lower, n=1) or begun
+    return f"; did you mean {before}{lower[close[0]]}?" if close else ""
+
+
 def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") -> None:
-    """Refuses an unknown value with a ValueError that lists all; `hint` ends it."""
+    """Refuses an unknown value with a ValueError that lists all, and then the closest.
+
+    `hint` is what follows the list.
+    """
     if value not in known:
-        listed = ", ".join(map(str, known))
-        raise ValueError(f"--{name}={value}: expected one of {listed}{hint}")
+        listed, near = ", ".join(map(str, known)), nearest(str(value), map(str, known))
+        raise ValueError(f"--{name}={value}: expected one of {listed}{hint}{near}")
 
 
 def check_at_most(name: str, value: Any, most: Any, why: str) -> None:

@@ -7,8 +7,6 @@
 import importlib
 import sys
 
-from launch.config import limits
-
 COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
     "list": ("launch.list", "command", "algorithms, presets, data, models, tables"),
@@ -31,7 +29,9 @@ def main() -> None:
         print("\nfedjax-pfl COMMAND --help lists a command's options.")
         return
     if name not in COMMANDS:
-        known = f"{', '.join(COMMANDS)}{limits.nearest(name, COMMANDS)}"
+        from fedjax_pfl import options  # imports jax, which takes long
+
+        known = f"{', '.join(COMMANDS)}{options.nearest(name, COMMANDS)}"
         print(f"error: fedjax-pfl {name}: expected one of {known}", file=sys.stderr)
         raise SystemExit(2)
     module, function, _ = COMMANDS[name]

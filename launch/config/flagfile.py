@@ -241,7 +241,7 @@ def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
         else:
             lines = _text(path).split("\n")
     except FileNotFoundError as error:
-        hint = limits.nearest(path.name.removesuffix(".flags"), ours)
+        hint = options_lib.nearest(path.name.removesuffix(".flags"), ours)
         raise UsageError(f"{where}: there is no such file{hint}") from error
     except OSError as error:
         raise UsageError(f"{where} cannot be read: {error.strerror}") from error

@@ -1,9 +1,7 @@
-"""Checks of single values, and how errors show a value or suggest a name."""
+"""Checks of single values, and how errors show a value."""
 
-import difflib
 import os
 import unicodedata
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -72,9 +70,3 @@ def shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
     kind = type(value).__name__[:40]
     return f"<{kind} {list(shape)}>" if isinstance(shape, tuple) else f"<{kind}>"
-
-
-def nearest(name: str, known: Iterable[str], before: str = "") -> str:
-    """Suggests the closest known name, with `before` in front of it, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {before}{close[0]}?" if close else ""

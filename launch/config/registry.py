@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import algorithms
 from fedjax_pfl import local_training, options
-from launch.config import limits, presets, schema
+from launch.config import presets, schema
 
 KINDS = (int, float, str, bool)
 # Our options -> the names that other frameworks have for them
@@ -20,9 +20,7 @@ def algorithm(algo: Any) -> algorithms.Entry:
     """The entry of a name or a custom algorithm; ValueError if it is neither."""
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        if algo not in known:  # a nearest name is sought for the error alone
-            nearest = limits.nearest(algo.lower(), known)
-            options.check_one_of("algo", algo, known, nearest)
+        options.check_one_of("algo", algo, known)
         return known[algo]
     if isinstance(algo, algorithms.Entry):
         return algo
@@ -219,5 +217,5 @@ def unknown_option(name: str, algo: Any) -> str:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
     known, elsewhere = fields_of(algo), tomllib.loads(_ELSEWHERE.read_text())
     ours = (n for n, others in elsewhere.items() if name in others and n in known)
-    hint = limits.nearest(next(ours, name), known, "--")
+    hint = options.nearest(next(ours, name), known, "--")
     return f"--{name} is not a flag of {shown}{hint}"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import algorithms
 from fedjax_pfl import levels
 from fedjax_pfl import options as options_lib
-from launch.config import limits, presets, registry, resolve
+from launch.config import presets, registry, resolve
 
 PAPERS = pathlib.Path(__file__).parents[1] / "papers"
 STUDIES = PAPERS.with_name("studies")
@@ -127,7 +127,7 @@ def studies() -> dict[str, dict[str, Any]]:
 def named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     """The table or study `name`; the ValueError for an unknown one lists all names."""
     if name not in known:
-        hint = limits.nearest(name, known)
+        hint = options_lib.nearest(name, known)
         raise ValueError(f"no {kind} {name}: expected one of {', '.join(known)}{hint}")
     return known[name]
 

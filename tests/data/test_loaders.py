@@ -341,6 +341,25 @@ def test_unknown_name():
         loaders.load("imagenet", "")
 
 
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("cifar", "cifar10"),
+        ("CIFAR-100", "cifar100"),
+        ("fashionmnist", "fashion_mnist"),
+        ("FashionMNIST", "fashion_mnist"),
+        ("svhn", "svhn_cropped"),
+        ("own", ""),
+        ("wikitext", "wikitext2"),
+    ],
+)
+def test_a_name_that_is_nearly_one(name, meant):
+    """The closest is suggested at the end."""
+    with pytest.raises(ValueError) as error:
+        loaders.load(name, "")
+    assert str(error.value).endswith(f"; did you mean {meant}?" if meant else "PATH")
+
+
 def test_mnist_5k():
     """5,000 images: 400 train rows and 100 test rows of every class."""
     got = loaders.load("mnist_5k", "")

@@ -239,6 +239,26 @@ def test_images_are_shared_once(given, expected):
     assert (made.public_set, made.proxy_fraction) == expected
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ({"partition": "client_dirichet"}, "client_dirichlet"),
+        ({"partition": "Pathologic"}, "pathological"),
+        ({"model": "fedavg_ccn"}, "fedavg_cnn"),
+        ({"client_model": "mlp,resnet_18"}, "resnet18"),
+        ({"preset": "fedds2"}, "fedd2s"),
+        ({"model": "own"}, ""),
+    ],
+)
+def test_a_name_that_is_nearly_one(given, meant):
+    """All are listed, and the closest is suggested at the end."""
+    with pytest.raises(ValueError, match=f"--{[*given][0]}=.*: expected") as error:
+        made, _ = resolved(algo="fedavg", **given)
+        resolve.check(made)
+    end = str(error.value).partition("; did you mean ")[2]
+    assert end == (f"{meant}?" if meant else "")
+
+
 def test_rules_name_what_exists():
     """Options, conditions and values of the shipped rules are real ones."""
     owners = {name: registry.option_types(name) for name in algorithms.ALGORITHMS}
