@@ -131,7 +131,7 @@ def divided(
     Example:
         >>> from models import MODELS
         >>> mlp = MODELS["mlp"](10)
-        >>> head = divided([False, True], mlp, (28, 28, 1))
+        >>> head = divided([False, False, True], mlp, (28, 28, 1))
         >>> [leaf.shape for leaf in head.sent(head.like)]
         [(10,), (64, 10)]
     """
