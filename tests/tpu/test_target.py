@@ -20,6 +20,7 @@ from tests.toys import taught
 pytest.importorskip("libtpu")
 
 CHIP = "tpu:v5e"
+COMMON = test_contract.COMMON | {"model": "mlp"}
 OPTIONS = test_contract.OWN_OPTIONS | {"fedrep": {"local_epochs": 4}}
 
 
@@ -30,7 +31,7 @@ def _toys(monkeypatch):
 
 def compiled_for(name, dataset, **more):
     """Five clients side by side."""
-    options = {"dataset": dataset} | test_contract.COMMON | OPTIONS.get(name, {})
+    options = {"dataset": dataset} | COMMON | OPTIONS.get(name, {})
     options |= taught.options(name, dataset)
     options |= {"target": CHIP, "algo": name, "client_chunk": 5}
     known = {*registry.fields_of(name), "target"}
