@@ -103,7 +103,7 @@ OWN_OPTIONS = {
         "all_widths": True,
         "masked_cross_entropy": True,
         "client_optimizer": "adam",
-        "client_lr": 0.01,
+        "client_lr": 0.003,
         "optimizer_state": "persist",
     },
     "splitmix": {

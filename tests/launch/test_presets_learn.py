@@ -5,9 +5,10 @@ import pytest
 import models
 from launch import build
 from launch.config import presets
+from tests import drawn
 from tests.toys import model
 
-pytestmark = pytest.mark.slow  # eight short reproductions
+pytestmark = pytest.mark.slow  # nine short reproductions
 
 SMALL = {"num_clients": 4, "clients_per_round": 4, "rounds": 3, "devices": 1}
 CNN = {"algo": "uapdfl", "examples_per_client": 100, "num_peers": 2}
@@ -24,10 +25,19 @@ OPTIONS = {
     | {"algo": "depthfl", "model": "with_exits", "level_mix": "1:1:1"}
     | {"image_size": 0, "image_channels": 0, "ramp_rounds": 1, "rounds": 4}
     | {"examples_per_client": 400},
+    "pfllib": SMALL
+    | {"algo": "fedavg", "model": "mlp", "partition": "iid", "rounds": 8},
     "uapdfl": SMALL | CNN,
     "uapdfl_code": SMALL | CNN,
     "uapdfl_paper": SMALL | CNN,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _layer_by_layer():
+    """Models begin as they do in a run."""
+    with drawn.layer_by_layer():
+        yield
 
 
 def accuracy(preset, **more):

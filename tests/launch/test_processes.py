@@ -13,6 +13,7 @@ import pytest
 
 from launch import build
 from launch.machine import processes
+from tests import drawn
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 OPTIONS = {
@@ -34,6 +35,13 @@ def free_port():
     """A port that nobody used a moment ago."""
     with socket.create_server(("localhost", 0)) as server:
         return server.getsockname()[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _layer_by_layer():
+    """Models begin as they do in the processes."""
+    with drawn.layer_by_layer():
+        yield
 
 
 @pytest.fixture
