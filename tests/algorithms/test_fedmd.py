@@ -314,10 +314,10 @@ def test_public_images_are_drawn_anew(problem, run, given, cohort_at):
 
 def test_labels_of_public_images_are_not_used(problem, run, given):
     """The public images have no labels for anybody."""
-    state, rows = given(name="persist"), problem.data.partition.proxy
+    state, rows = given(), problem.data.partition.proxy
     label = problem.data.label.at[rows].set((problem.data.label[rows] + 1) % 4)
-    first, _, _ = run("persist", state)
-    second, _, _ = run("persist", state, data=problem.data.replace(label=label))
+    first, _, _ = run("kl", state)
+    second, _, _ = run("kl", state, data=problem.data.replace(label=label))
     chex.assert_trees_all_equal(first.clients, second.clients)
 
 

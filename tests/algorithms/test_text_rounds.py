@@ -189,11 +189,10 @@ def test_no_draw_depends_on_others(data, state):
 def test_losses_are_means_of_positions(data):
     """The supervised loss of all other methods: means of rows, of means of words."""
     net = text.masked_lm(V, 1 / 64)
-    params = net.init(jax.random.key(0), data.image[:1])[0]
+    params, stats = conftest.random_params(net, 0, (T,))
     image, label = data.image[:3], data.label[:3]
     mask, key = jnp.array([True, True, False]), jax.random.key(1)
     batch = local_training.Batch(image, label, mask, (), (), (), key)
-    stats = ({},) * len(params)
     loss, _ = local_training.cross_entropy_loss(net)(params, stats, batch)
     out, _ = net.forward(params, stats, image, train=True, key=key)
     log_p = np.asarray(jax.nn.log_softmax(out))
@@ -204,12 +203,11 @@ def test_losses_are_means_of_positions(data):
 def test_losses_at_chosen_positions(data):
     """Means of the chosen words of real rows, all alike; others change nothing."""
     net = text.masked_lm(V, 1 / 64)
-    params = net.init(jax.random.key(0), data.image[:1])[0]
+    params, stats = conftest.random_params(net, 0, (T,))
     image, label = data.image[:3], data.label[:3]
     chosen = jnp.array([[1, 0, 0, 1], [0, 0, 1, 0], [1, 1, 1, 1]], bool)
     mask, key = jnp.array([True, True, False]), jax.random.key(1)
     batch = local_training.Batch(image, label, mask, (), (), (), key, chosen)
-    stats = ({},) * len(params)
     loss_fn = local_training.cross_entropy_loss(net)
     loss, _ = loss_fn(params, stats, batch)
     out, _ = net.forward(params, stats, image, train=True, key=key)

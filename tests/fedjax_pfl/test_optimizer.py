@@ -1,5 +1,6 @@
 """The clients' optimizers by name and as objects, masked, against plain optax."""
 
+import functools
 import types as python_types
 
 import jax
@@ -28,15 +29,22 @@ def hparams_of(**given):
     return local_training.LocalTraining(client_lr=0.05, **given)
 
 
+@functools.lru_cache(maxsize=1)
+def compiled(hparams):
+    """(our optimizer, its step `(state, params, mask)`), one for tests in a row."""
+    tx = optimizer.make(hparams, hparams.client_lr)
+
+    @jax.jit
+    def step(state, params, mask):
+        return optimizer.apply_gradients(tx, grads_at(params), state, params, mask)
+
+    return tx, step
+
+
 def steps(hparams, masks):
     """Parameters after a step for each mask, by our optimizer."""
-    tx = optimizer.make(hparams, hparams.client_lr)
+    tx, step = compiled(hparams)
     state, params = optimizer.init(tx, PARAMS), PARAMS
-    step = jax.jit(
-        lambda *given: optimizer.apply_gradients(
-            tx, grads_at(given[1]), *given[:2], given[2]
-        )
-    )
     for mask in masks:
         params, state = step(state, params, mask)
     return params

@@ -113,7 +113,7 @@ def test_perplexities_by_hand(num_exits):
     words_of = scores.Words()
     scoring = evaluate.Scoring(2, 2, has_train=True, score=words_of)
     given = state, None, data, scoring, types.Execution(1)
-    counts = counted.both(algorithm, *given, jit=False)
+    counts = counted.both(algorithm, *given)
     found, of_client = words_of.metrics(counts, np.array([3, 1, 0]), 5)
     _, _, chosen = (np.asarray(one) for one in data.test_batch(jnp.arange(9)))
 

@@ -88,9 +88,18 @@ def test_pools_agree(form, size):
     )
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("side", [2, 3, 4, 5])
-@pytest.mark.parametrize(("size", "is_by_row"), [((6, 9), False), ((8, 7), True)])
+# Patches at once or row after row, so that each two of side, padding and way meet.
+WAYS = ((6, 9), False), ((8, 7), True)
+
+
+@pytest.mark.parametrize(
+    ("padding", "side", "size", "is_by_row"),
+    [
+        (padding, side, *WAYS[(side + place) % 2])
+        for place, padding in enumerate(("SAME", "VALID"))
+        for side in (2, 3, 4, 5)
+    ],
+)
 def test_a_pool_in_one_layout_agrees(padding, side, size, is_by_row, monkeypatch):
     """Values and derivatives in both directions, of kernels of several clients.
 
