@@ -38,6 +38,11 @@ class Options:
         minimum=0,
         needs={"table": option_lib.ON},
     )
+    data_dir: str = option(
+        "",
+        "folder of the data of --table's runs; default is its own",
+        needs={"table": option_lib.ON},
+    )
     part: str = option("", "sheets, with commas; default all")
     target: str = option(
         study.TARGET,
@@ -62,7 +67,7 @@ def _methods(asked: Options) -> None:
         raise ValueError(f"--shard={asked.shard}: expected I/N, such as 1/2")
     path = pathlib.Path(asked.table)
     folder = asked.folder or pathlib.Path("runs/study") / path.stem
-    found = protocol.read(path, folder)
+    found = protocol.read(path, folder, asked.data_dir)
     for note in found.notes:
         print(f"note: {note}", flush=True)
     if asked.dry_run:

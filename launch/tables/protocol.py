@@ -700,8 +700,8 @@ def study(
     return Study(given, folder)
 
 
-def read(path: pathlib.Path, folder: Any = "") -> Study:
-    """A study from a JSON file.
+def read(path: pathlib.Path, folder: Any = "", data_dir: str = "") -> Study:
+    """A study from a JSON file, with its data in `data_dir` if that is given.
 
     It has the form of a sheet in `launch/studies`: `rows` (methods), `values`
     (settings) and `common`, each with `options`, and the arguments `tune`, `seeds`,
@@ -712,6 +712,10 @@ def read(path: pathlib.Path, folder: Any = "") -> Study:
         given = json_text.read(path.read_bytes(), FILE)
     except (ValueError, OSError) as error:
         raise ValueError(f"--table={path} is no study: {error}") from error
+    if data_dir:
+        common = given.get("common", {})
+        options = common.get("options", {}) | {"data_dir": data_dir}
+        given |= {"common": common | {"options": options}}
     return Study(given, folder)
 
 

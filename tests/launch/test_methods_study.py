@@ -168,6 +168,24 @@ def test_shards_of_a_file(tmp_path, capsys):
     assert "together about 0 minutes" in capsys.readouterr().out
 
 
+def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
+    """`--data_dir` is where the runs find their data; a study names no folder."""
+    rows = {"x": [[n / 40] * 784 for n in range(40)], "y": [0, 1] * 20}
+    data = {"users": ["a", "b"], "num_samples": [40, 40]}
+    data |= {"user_data": {"a": rows, "b": rows}}
+    (tmp_path / "femnist").mkdir()
+    (tmp_path / "femnist" / "all_data_0.json").write_text(json.dumps(data))
+    options = {"preset": "none", "dataset": "femnist", "partition": "natural"}
+    study = {"rows": {"majority": {}}, "common": {"options": options}}
+    (tmp_path / "mine.json").write_text(json.dumps(study))
+    given = ["x", f"--table={tmp_path / 'mine.json'}", f"--folder={tmp_path / 'runs'}"]
+    command.command([*given, f"--data_dir={tmp_path / 'femnist'}"])
+    assert "\n| Majority | " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.command(["x", "scaling", f"--data_dir={tmp_path}"])
+    assert "data_dir" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "line"),
     [
