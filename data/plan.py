@@ -496,7 +496,12 @@ def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
 
 
 def choose_chunk(
-    num_steps: np.ndarray, *, step_macs: float, min_chunk: int = 0, devices: int = 1
+    num_steps: np.ndarray,
+    *,
+    step_macs: float,
+    min_chunk: int = 0,
+    devices: int = 1,
+    is_gpu: bool = False,
 ) -> tuple[int, float]:
     """Chooses the chunk that an accelerator computes fastest for given cohorts.
 
@@ -511,6 +516,7 @@ def choose_chunk(
         step_macs: Multiply-accumulates of a client's step, as in `step_costs`.
         min_chunk: The least chunk, 0 = any. It need not be a known width.
         devices: Devices that share the rows.
+        is_gpu: Whether they are GPUs.
 
     Returns:
         (the cheapest chunk, the largest of equally cheap ones; the predicted fraction
@@ -527,7 +533,7 @@ def choose_chunk(
         index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
         return int(steps[..., index[index >= 0]].sum()) * chunk
 
-    known = execution_lib.step_costs(step_macs)
+    known = execution_lib.step_costs(step_macs, is_gpu)
 
     def cost(chunk: int) -> float:
         width = min((w for w in known if w >= chunk), default=max(known))

@@ -145,7 +145,14 @@ STEP_CYCLES = {
 }
 
 
-def step_costs(step_macs: float) -> dict[int, float]:
+# A GPU launches a step's kernels one after another, as many for one client as for many:
+# about 34 for `fedavg_cnn` (docs/measured.md), each of some 3 microseconds. Then comes
+# the arithmetic, here of a chip that does not use its matrix units.
+GPU_LAUNCHES, GPU_MACS = 34 * 3e-6, 1e13
+GPU_WIDTHS = 1, 2, 4, 8, 16, 32, 64, 128
+
+
+def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
     """The cost of a client's local step, by how many are computed at once.
 
     It holds for an accelerator, in units of which only ratios matter. A step of few
@@ -154,9 +161,15 @@ def step_costs(step_macs: float) -> dict[int, float]:
     the widths that both have, and beyond the sizes they are constant. Between widths
     they are not, since some widths in between cost several times as much.
 
+    The table is a TPU's. On a GPU a step takes the time of its launches and of its
+    arithmetic, which is thrice that of the forward pass. No GPU has measured this.
+
     `step_macs` are the multiply-accumulates of a client's forward pass in this step.
     Returns clients side by side -> cost of each client.
     """
+    if is_gpu:
+        step = 3 * step_macs / GPU_MACS
+        return {width: GPU_LAUNCHES / width + step for width in GPU_WIDTHS}
     size = min(max(step_macs, min(STEP_CYCLES)), max(STEP_CYCLES))
     below = max(known for known in STEP_CYCLES if known <= size)
     above = min(known for known in STEP_CYCLES if known >= size)

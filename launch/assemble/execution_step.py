@@ -79,7 +79,11 @@ def _execution(
         macs = batch_size * max(counts.macs(one, shape) for one in models)
         dealt_to = 1 if num_owners > 1 else len(used)
         chunk, _ = plan.choose_chunk(
-            steps, step_macs=macs, min_chunk=config.min_chunk, devices=dealt_to
+            steps,
+            step_macs=macs,
+            min_chunk=config.min_chunk,
+            devices=dealt_to,
+            is_gpu=used[0].platform == "gpu",
         )
         chunk = min(chunk, -(-per_device // task.num_levels))
     if not chunk:

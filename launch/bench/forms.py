@@ -36,7 +36,7 @@ class Options:
         ",".join([*forms.FORMS, RULE]),
         "forms of all convolutions, with commas; rule = each layer has its own",
     )
-    target: str = option("tpu:v5e", " or ".join(target.CHIPS))
+    target: str = option("tpu:v5e", " or ".join(target.TPUS))
     precision: str = option("f32", " or ".join(schema.PRECISIONS))
     batch_size: int = option(20, "examples of a client's step", minimum=1)
     image: str = option("28x28x1", "shape of an image")
@@ -103,7 +103,7 @@ def command(argv: list[str]) -> None:
         if rest:
             line = f"{limits.shown(rest[0])} is not an option of this command"
             raise ValueError(line)
-        target.chip(asked.target)
+        options.check_one_of("target", asked.target, target.TPUS)
         options.check_one_of("precision", asked.precision, schema.PRECISIONS)
         names = cells.chosen("model", asked.model, models.MODELS)
         chosen = cells.chosen("form", asked.form, [*forms.FORMS, RULE])

@@ -4,6 +4,11 @@ A compiler estimates the cycles of most instructions. Gathers, sorts, copies and
 conditions of loops have no estimate and count nothing. The body of a loop counts once,
 as a compiler does not know how often it repeats. Estimates are not times, but their
 ratios compare programs that do the same work.
+
+The compiler of a GPU estimates no cycles. Its programs are compared by their kernels,
+each of which takes some microseconds to launch, and by the loops whose number of turns
+it does not know, since there the host reads a condition back in every turn unless a
+command buffer holds the loop.
 """
 
 import dataclasses
@@ -30,22 +35,47 @@ _BRANCHES = re.compile(
     r"\b(?:branch_computations=\{([^}]*)\}|\w+_computation=%(\S+?),)"
 )
 _CALLED = re.compile(r"\b(?:calls|to_apply)=%([\w.-]+)")
+_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# What a GPU launches; a library's call (custom-call) counts once
+_KERNEL = re.compile(
+    r"= (?:\(.*?\)|\S+) "
+    r"(?:fusion|custom-call|copy|sort|scatter|convolution|dot)\("
+)
 
 
 class Part(NamedTuple):
     """A computation: its cycles, without those of the loops in it, and these loops.
 
-    `has_gradient`: it has operations of a backward pass outside of its loops.
+    Attributes:
+        has_gradient: It has operations of a backward pass outside of its loops.
+        kernels: Kernels that a GPU launches for it, without those of its loops.
+        turns: How often a loop's body runs, 0 = the compiler does not know.
     """
 
     cycles: int
     loops: tuple["Part", ...] = ()
     has_gradient: bool = False
+    kernels: int = 0
+    turns: int = 0
 
     @property
     def total(self) -> int:
         """Cycles including all loops, each of which counts once."""
         return self.cycles + sum(loop.total for loop in self.loops)
+
+    @property
+    def all_kernels(self) -> int:
+        """Kernels including those of all loops, each of which counts once."""
+        return self.kernels + sum(loop.all_kernels for loop in self.loops)
+
+    @property
+    def num_loops(self) -> int:
+        """Counts the loops in it, and those in them."""
+        return sum(1 + loop.num_loops for loop in self.loops)
+
+    def unknown(self) -> int:
+        """Counts the loops in it whose turns the compiler does not know."""
+        return sum((not loop.turns) + loop.unknown() for loop in self.loops)
 
     def steps(self) -> Iterator["Part"]:
         """The loops over training steps: the outermost ones with a gradient."""
@@ -69,22 +99,25 @@ def parsed(text: str) -> Part:
 
     @functools.cache
     def part(name: str) -> Part:
-        cycles, loops, has_gradient = 0, [], False
+        cycles, loops, has_gradient, kernels = 0, [], False, 0
         for line in bodies.get(name, ()):
             inner = Part(0)
             if body := _BODY.search(line):
-                inner = Part(0, (part(body[1]),))
+                turns = _TURNS.search(line)
+                loop = part(body[1])._replace(turns=int(turns[1]) if turns else 0)
+                inner = Part(0, (loop,))
             elif found := _CYCLES.search(line):
                 # Also of a fusion, whose computation has none of its own.
                 inner = Part(int(found[1]))
             elif branches := _BRANCHES.findall(line):
                 names = re.findall(r"[\w.-]+", " ".join(map("".join, branches)))
-                inner = max(map(part, names), key=lambda one: one.total)
+                inner = max(map(part, names), key=lambda o: (o.total, o.all_kernels))
             elif called := _CALLED.search(line):
                 inner = part(called[1])
             cycles, loops = cycles + inner.cycles, [*loops, *inner.loops]
             has_gradient |= inner.has_gradient or "transpose(jvp(" in line
-        return Part(cycles, tuple(loops), has_gradient)
+            kernels += 1 if _KERNEL.search(line) else inner.kernels
+        return Part(cycles, tuple(loops), has_gradient, kernels)
 
     return part(entry)
 
@@ -108,10 +141,18 @@ class Plan(NamedTuple):
         """Cycles of the training step that costs most, 0 if nothing is trained."""
         return max((loop.total for loop in self.parts.steps()), default=0)
 
-    def figures(self) -> dict[str, Any]:
-        """The fields by name, with `cycles`, their total, instead of `parts`."""
+    @property
+    def step_kernels(self) -> int:
+        """Kernels of the training step that has most, 0 if nothing is trained."""
+        return max((loop.all_kernels for loop in self.parts.steps()), default=0)
+
+    def figures(self, is_gpu: bool) -> dict[str, Any]:
+        """The fields by name, with `cycles` or `kernels` instead of `parts`."""
         numbers = self._asdict()
-        return {"cycles": numbers.pop("parts").total} | numbers
+        parts = numbers.pop("parts")
+        if is_gpu:
+            return {"kernels": parts.all_kernels} | numbers
+        return {"cycles": parts.total} | numbers
 
 
 def planned(lowered: jax.stages.Lowered) -> Plan:
@@ -156,53 +197,85 @@ def estimate(run: Run) -> dict[str, Any]:
     chunk nor a part of it fits, or if the compiler finds no plan for a given chunk.
 
     Returns:
+        `temporary_bytes`, `argument_bytes`: of the program that needs most;
+        `fits`: whether every program fits into the memory of the chip;
+        `compile_seconds`: of all programs;
+        `programs`: cycles or kernels, bytes and seconds of each of
+            `Simulation.programs`;
+        `note`: what `narrow.fit` changed, "" = nothing.
+
+        Of a TPU:
+
         `cycles_per_step`: of the training step that costs most, usually a local step of
             all clients that train side by side on a device; 0 if nothing is trained;
         `cycles_per_example`: the same for one example of these clients' batches;
         `cycles_outside_steps`: everything else in a call of one round, each loop once,
             with other training steps such as a server's;
         `over_one_by_one`: the cycles of such a step for one client after another,
-            divided by `cycles_per_step`;
-        `temporary_bytes`, `argument_bytes`: of the program that needs most;
-        `fits`: whether every program fits into the memory of the chip;
-        `compile_seconds`: of all programs;
-        `programs`: cycles, bytes and seconds of each of `Simulation.programs`;
-        `note`: what `narrow.fit` changed, "" = nothing.
+            divided by `cycles_per_step`.
+
+        Of a GPU:
+
+        `kernels_per_step`: of the training step that has most, usually a local step;
+        `kernels_outside_steps`: of everything else in a call of one round, each loop
+            once;
+        `loops`: of the program of the rounds;
+        `loops_of_unknown_turns`: those of them whose number of turns the compiler does
+            not know.
     """
     note = narrow.fit(run)
     plans = {name: _ahead(run, name) for name in run.simulation.programs}
     how, specs = run.task.execution, run.program.algorithm.plans
-    step, every = plans["rounds"].step_cycles, plans["rounds"].parts.total
     clients = how.chunk * len(run.simulation.calls[0].variants)
     most = int(np.max(run.data.partition.train.count))
     batch_size = max((shapes.capped(s.batch_size, most) for s in specs), default=1)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
+    chip, rounds = target.chip(run.target), plans["rounds"]
+    if chip.gpu:
+        parts = rounds.parts
+        figures = {
+            "kernels_per_step": rounds.step_kernels,
+            "kernels_outside_steps": parts.all_kernels - rounds.step_kernels,
+            "loops": parts.num_loops,
+            "loops_of_unknown_turns": parts.unknown(),
+        }
+    else:
+        step = rounds.step_cycles
+        is_wide = step and clients > 1
+        figures = {
+            "cycles_per_step": step,
+            "cycles_per_example": step / (clients * batch_size),
+            "cycles_outside_steps": rounds.parts.total - step,
+            "over_one_by_one": clients * _alone(run) / step if is_wide else 1.0,
+        }
     return {
         "target": run.target,
         "clients_side_by_side": clients,
         "batch_size": batch_size,
-        "cycles_per_step": step,
-        "cycles_per_example": step / (clients * batch_size),
-        "cycles_outside_steps": every - step,
-        "over_one_by_one": (
-            clients * _alone(run) / step if step and clients > 1 else 1.0
-        ),
+        **figures,
         "temporary_bytes": worst.temporary_bytes,
         "argument_bytes": worst.argument_bytes,
-        "fits": worst.needed_bytes <= target.chip(run.target).memory,
+        "fits": worst.needed_bytes <= chip.memory,
         "compile_seconds": sum(plan.seconds for plan in plans.values()),
-        "programs": {name: plan.figures() for name, plan in plans.items()},
+        "programs": {n: plan.figures(bool(chip.gpu)) for n, plan in plans.items()},
         "note": note,
     }
 
 
 def in_words(found: dict[str, Any]) -> str:
     """The result of `estimate` as a sentence; `found` has the name `algo` too."""
-    line = (
-        "{algo} for {target}: {cycles_per_step:,} cycles for a local step of "
+    work = (
+        "{algo} for {target}: {kernels_per_step:,} kernels for a local step of "
+        "{clients_side_by_side} clients side by side, {batch_size} examples each, "
+        "{kernels_outside_steps:,} outside of steps, each loop once; the number of "
+        "turns of {loops_of_unknown_turns} of {loops} loops is not known before; "
+        if "kernels_per_step" in found
+        else "{algo} for {target}: {cycles_per_step:,} cycles for a local step of "
         "{clients_side_by_side} clients side by side, {batch_size} examples each "
         "({cycles_per_example:,.0f} an example, {over_one_by_one:.2f}x fewer than one "
         "client after another), {cycles_outside_steps:,} outside of steps; "
+    )
+    line = work + (
         "{temporary_mb:,.1f} MB temporary and {argument_mb:,.1f} MB of arguments "
         "{fit} the chip; compiled in {compile_seconds:.0f} s"
     )

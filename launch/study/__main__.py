@@ -48,7 +48,7 @@ class Options:
         study.TARGET,
         "chip whose compiler is asked for estimates where libtpu is installed; empty = "
         "none",
-        choices=("", *target.CHIPS),
+        choices=("", *target.TPUS),
     )
     report: bool = option(
         False, f"also write {study.REPORT}, tables.md and a picture of each sheet"

@@ -557,6 +557,20 @@ def test_a_chunk_is_as_wide_as_it_pays():
     assert chunk < plan.choose_chunk(steps, step_macs=225_480)[0]
 
 
+def test_a_gpu_waits_for_launches():
+    """Wide chunks pay on a GPU, for unequal clients too, the less the larger a step."""
+    equal = np.full((2, 100), 7)
+    assert plan.choose_chunk(equal, step_macs=9e7, is_gpu=True) == (100, 1.0)
+    sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
+    steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
+    chunks = [
+        plan.choose_chunk(steps, step_macs=macs, is_gpu=True)[0]
+        for macs in (2e5, 1e8, 1e10)
+    ]
+    assert 100 >= chunks[0] > chunks[1] > chunks[2] >= 1
+    assert chunks[1] > plan.choose_chunk(steps, step_macs=1e8)[0]
+
+
 @pytest.mark.parametrize("macs", [1, 225_480, 1e6, M1, 3e7, 86_712_520, 1e10])
 def test_only_known_widths_are_taken(macs):
     """Others are all rows of a device, or the least chunk that was given."""

@@ -63,6 +63,41 @@ def test_cycles_by_loop():
     assert list(found.steps()) == [step]
 
 
+# As a GPU's compiler prints it: a fusion is one kernel, whatever its computation has.
+ON_A_GPU = """HloModule jit_rounds, is_scheduled=true
+
+%fused (p: f32[8]) -> f32[8] {
+  %c = f32[8]{0} copy(%p)
+  ROOT %t = f32[8]{0} tanh(%c), metadata={op_name="jit(rounds)/transpose(jvp(x))/tanh"}
+}
+
+%step (p: f32[8]) -> f32[8] {
+  %f = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused
+  %d = (f32[8]{0}, s8[64]{0}) custom-call(%f), custom_call_target="__cublas$gemm"
+  ROOT %g = f32[8]{0} get-tuple-element(%d), index=0
+}
+
+%round (p: f32[8]) -> f32[8] {
+  %c = f32[8]{0} copy(%p)
+  ROOT %w = f32[8]{0} while(%c), condition=%cond, body=%step
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = f32[8]{0} while(%p), body=%round, backend_config={"known_trip_count":{"n":"36"}}
+}
+"""
+
+
+def test_kernels_by_loop():
+    found = cost.parsed(ON_A_GPU)
+    (round,) = found.loops
+    (step,) = round.loops
+    assert (found.kernels, round.kernels, step.kernels) == (0, 1, 2)
+    assert (round.turns, step.turns) == (36, 0)
+    assert (found.all_kernels, found.num_loops, found.unknown()) == (3, 2, 1)
+    assert list(found.steps()) == [step]
+
+
 def test_without_the_compiler(unequal):
     """One line says what to install, and which chips there are."""
     with pytest.raises(ValueError, match="--target=tpu:v1: expected one of tpu:v4"):
@@ -70,6 +105,9 @@ def test_without_the_compiler(unequal):
     if importlib.util.find_spec("libtpu") is None:
         with pytest.raises(ValueError, match="needs the TPU's compiler .* pip install"):
             build.experiment(algo="fedavg", dataset=unequal, target="tpu:v5e")
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        with pytest.raises(ValueError, match="pip install jax-cuda13-plugin==0"):
+            build.experiment(algo="fedavg", dataset=unequal, target="gpu:h100")
 
 
 def test_figures_need_a_target(unequal):

@@ -1,0 +1,64 @@
+"""What runs on a GPU compiles for one: its compiler says so without a GPU.
+
+These tests need jax's plugin for CUDA (`pip install jax-cuda13-plugin` of jax's own
+version; no CUDA library and no driver) and are skipped without it.
+"""
+
+import pytest
+
+from launch import build
+from launch.config import registry
+from launch.run import cost
+from tests import test_contract
+
+pytest.importorskip("jax_cuda13_plugin")
+
+CHIP = "gpu:h100"
+COMMON = test_contract.COMMON | {"model": "mlp"}
+
+
+def compiled_for(name, dataset, **more):
+    """Five clients side by side."""
+    options = {"dataset": dataset} | COMMON | test_contract.OWN_OPTIONS.get(name, {})
+    options |= {"target": CHIP, "algo": name, "client_chunk": 5}
+    known = {*registry.fields_of(name), "target"}
+    return build.experiment(**{k: v for k, v in (options | more).items() if k in known})
+
+
+@pytest.mark.parametrize("name", ["cdkt", "dispfl", "fedd2s", "pfedsd", "uapdfl"])
+def test_it_compiles(name, unequal):
+    """No callback to a host, no float64, and a local step of some kernels."""
+    made = compiled_for(name, unequal)
+    text = made.simulation.lowered()["rounds"].as_text()
+    assert "callback" not in text and "f64" not in text
+    found = made.cost_analysis()
+    assert found["fits"] and 5 < found["kernels_per_step"] < 200
+    assert 0 < found["loops_of_unknown_turns"] <= found["loops"]
+    line = cost.in_words({"algo": name} | found)
+    assert line.startswith(f"{name} for gpu:h100: {found['kernels_per_step']} kernels")
+
+
+def test_clients_side_by_side_are_one_launch(unequal):
+    """A step of five clients has about as many kernels as that of one."""
+    one, five = (
+        compiled_for("fedavg", unequal, client_chunk=n).cost_analysis() for n in (1, 5)
+    )
+    assert five["kernels_per_step"] < 1.2 * one["kernels_per_step"]
+
+
+def test_as_many_as_there_are(unequal):
+    """Launches dominate, so that clients of equal work train together."""
+    made = compiled_for("fedavg", unequal, client_chunk=0, partition="iid")
+    assert made.task.execution.chunk == made.config.clients_per_round
+    assert made.config.clients_per_round > 1
+
+
+def test_several_gpus(unequal):
+    """The clients are shared out, and means are taken over the GPUs."""
+    made = compiled_for("fedavg", unequal, devices=2, client_chunk=3)
+    text = made.simulation.lowered()["rounds"].compile().as_text()
+    assert "all-reduce" in text
+
+
+def test_an_older_gpu(unequal):
+    assert compiled_for("local", unequal, target="gpu:a100").cost_analysis()["fits"]
