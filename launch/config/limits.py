@@ -17,7 +17,8 @@ _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 def checked(name: str, value: Any, kind: type) -> Any:
     """The value as a plain `kind` that 32 bits and a line of a file can hold.
 
-    None passes, and an int passes as a float. Anything else raises a short ValueError.
+    None passes, an int passes as a float, and a number as the text of one, such as
+    availability=0.5. Anything else raises a short ValueError.
     """
     if value is None:
         return None
@@ -26,6 +27,9 @@ def checked(name: str, value: Any, kind: type) -> Any:
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
     is_int = isinstance(value, int) and not isinstance(value, bool)
+    is_number = is_int or isinstance(value, float)
+    if kind is str and is_number and abs(value) < FLOAT_LIMIT:
+        value = f"{value:.10g}"
     fits = isinstance(value, kind) and (kind is not int or is_int)
     if not fits and not (kind is float and is_int):
         raise ValueError(f"--{name}={shown(value)}: expected {kind.__name__}")

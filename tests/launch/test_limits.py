@@ -25,6 +25,8 @@ GIB = 2**30
         (np.float32(0.5), float, 0.5),
         (True, bool, True),
         ("naïve, 中文 и ещё", str, "naïve, 中文 и ещё"),
+        (3, str, "3"),
+        (np.float64(0.1), str, "0.1"),
         (None, int, None),
     ],
 )
@@ -54,7 +56,8 @@ def test_seeds_are_unsigned():
         (True, int, "--x=True: expected int"),
         (1, bool, "--x=1: expected bool"),
         ("3", int, "--x='3': expected int"),
-        (3, str, "--x=3: expected str"),
+        (10**5000, str, "--x=10..5000: expected str"),
+        (True, str, "--x=True: expected str"),
         (np.zeros((5000, 28, 28)), str, "--x=<ndarray .5000, 28, 28.>: expected str"),
         (np.zeros(3), float, "--x=<ndarray .3.>: expected float"),
         (list(range(10**5)), int, "--x=<list>: expected int"),
