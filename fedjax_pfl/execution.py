@@ -146,9 +146,9 @@ STEP_CYCLES = {
 
 
 # A GPU launches a step's kernels one after another, as many for one client as for many:
-# about 34 for `fedavg_cnn` (docs/measured.md), each of some 3 microseconds. Then comes
+# about 37 for `fedavg_cnn` (docs/measured.md), each of some 3 microseconds. Then comes
 # the arithmetic, here of a chip that does not use its matrix units.
-GPU_LAUNCHES, GPU_MACS = 34 * 3e-6, 1e13
+GPU_LAUNCHES, GPU_MACS = 37 * 3e-6, 1e13
 GPU_WIDTHS = 1, 2, 4, 8, 16, 32, 64, 128
 
 
