@@ -47,7 +47,7 @@ def new_control(
     after: types.Params,
     distance: jax.Array,
 ) -> types.Params:
-    """Option II: c_i - c + (x - y) / distance, with distance f32[] = K eta_l; 0 = c_i."""
+    """Option II: c_i - c + (x - y) / distance, distance f32[] = K eta_l; c_i at 0."""
 
     def new(own, control, before, after):
         moved = own - control + (before - after) / jnp.maximum(distance, 1e-30)
