@@ -30,7 +30,8 @@ which would shrink prototypes; that division is left out. `--aggregation=uniform
 mean of both codes. They gather C_i in passing, while the model trains; here it is that
 of the trained model in eval mode, as Eq. 3 has it. A class that no client of a round
 has keeps its prototype, which PFLlib forgets. Before there is any, the first class
-answers. `--eval_moments` measures the clients' own last stages.
+answers. Right after training there are no new prototypes yet: `--eval_moments` other
+than `before` is refused.
 """
 
 import dataclasses
@@ -57,7 +58,16 @@ class HParams(fp.LocalTraining):
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
-    """Makes FedProto; raises ValueError without representations of one width."""
+    """Makes FedProto.
+
+    Raises ValueError without representations of one width, or to measure trained models
+    alone, whose own last stage serves nobody.
+    """
+    if task.tests_trained:
+        raise ValueError(
+            "--eval_moments: clients are served by the server's prototypes, "
+            "which are there after the round; omit it"
+        )
     models, num_classes = task.client_models, task.num_classes
     width, served = shapes.one_width(task), tuple(map(prototypes.nearest, models))
     members = [task.members(group) for group in range(len(models))]

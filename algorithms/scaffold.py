@@ -17,8 +17,9 @@ Averaging for Federated Learning", ICML 2020, https://arxiv.org/abs/1910.06378
 | K, eta_l, eta_g | a client's steps, `--client_lr` with its decay, `--server_lr` |
 | abs(S) / N | clients of the round over those that may be drawn |
 
-Differs from the paper: clients may have different numbers of steps K_i. Only plain SGD
-is allowed, because with momentum or Adam option II is not a mean of gradients.
+Differs from the paper: clients may have different numbers of steps K_i. A client that
+takes none (`--drop_last`) keeps its control variate. Only plain SGD is allowed, because
+with momentum or Adam option II is not a mean of gradients.
 """
 
 import dataclasses
@@ -46,11 +47,13 @@ def new_control(
     after: types.Params,
     distance: jax.Array,
 ) -> types.Params:
-    """Option II: c_i - c + (x - y) / distance, with distance f32[] = K eta_l."""
-    return jax.tree.map(
-        lambda o, c, x, y: o - c + (x - y) / jnp.maximum(distance, 1e-30),
-        *(own, control, before, after),
-    )
+    """Option II: c_i - c + (x - y) / distance, distance f32[] = K eta_l; c_i at 0."""
+
+    def new(own, control, before, after):
+        moved = own - control + (before - after) / jnp.maximum(distance, 1e-30)
+        return jnp.where(distance > 0, moved, own)
+
+    return jax.tree.map(new, own, control, before, after)
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:

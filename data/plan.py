@@ -137,9 +137,9 @@ class Planner:
         for spec in specs:
             if spec.drop_last and not (spec.rows(self._num_rows) > 0).any(1).all():
                 raise ValueError(
-                    f"--drop_last: no client fills a batch of --batch_size="
-                    f"{spec.batch_size}, as they have at most {most} train rows or "
-                    "--examples_per_round; lower it"
+                    f"--drop_last: no client fills the {spec.batch_size} rows of a "
+                    f"step, as they have at most {most} train rows or "
+                    "--examples_per_round; lower --batch_size"
                 )
         self._specs = tuple(
             spec._replace(batch_size=shapes.capped(spec.batch_size, most))
@@ -155,8 +155,9 @@ class Planner:
                 f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
                 "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
-        for seed in self._seeds if who is not None else ():
-            self._choose(seed, 0)  # refuses a deadline that no client meets
+        if who is not None and who.round_seconds < np.inf:
+            for seed in self._seeds:
+                self._check_deadline(seed)
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
@@ -415,25 +416,15 @@ class Planner:
         return taken, many.replace(seconds=np.float32(seconds), deadline=deadline)
 
     def _choose(self, seed: int, round: int) -> np.ndarray:
-        """Draws the clients of a round, int[C] without padding, at least one.
-
-        Raises ValueError if no client does a step before the deadline.
-        """
+        """Draws the clients of a round, int[C] without padding, at least one."""
         wanted, who = self._clients_per_round, self._who
         if who is None and wanted == self.num_clients:
             return np.arange(wanted)
-        seed_index = self._seeds.index(seed)
-        candidates = self._candidates[seed_index]
+        candidates = self._candidates[self._seeds.index(seed)]
         if who is not None and who.round_seconds < np.inf:
-            level = np.asarray(self._level_of(seed, round, candidates))
-            owned = self.owned(seed_index, candidates)
-            steps = who.in_time(self._specs, owned, seed_index, candidates, level)
-            candidates = candidates[np.all([*steps, level > 0], axis=0)]
-            if not len(candidates):
-                raise ValueError(
-                    f"--round_seconds={who.round_seconds:g}: no client does a local "
-                    "step and sends its messages in this time; raise it"
-                )
+            in_time = self._in_time(seed, round)
+            # Levels that are drawn may leave none. Then one takes part without a step.
+            candidates, wanted = (in_time, wanted) if len(in_time) else (candidates, 1)
         if who is not None:
             present = who.available(seed, round, candidates)
             # In a round without any, one of the others takes part.
@@ -443,6 +434,23 @@ class Planner:
                 return candidates
         gen = rng.generator(seed, "engine.cohort", round)
         return candidates[gen.choice(len(candidates), wanted, replace=False)]
+
+    def _in_time(self, seed: int, round: int) -> np.ndarray:
+        """The clients int[C] that do a local step in a round before the deadline."""
+        seed_index = self._seeds.index(seed)
+        candidates = self._candidates[seed_index]
+        level = np.asarray(self._level_of(seed, round, candidates))
+        owned = self.owned(seed_index, candidates)
+        steps = self._who.in_time(self._specs, owned, seed_index, candidates, level)
+        return candidates[np.all([*steps, level > 0], axis=0)]
+
+    def _check_deadline(self, seed: int) -> None:
+        """Refuses a deadline that no client meets in the first rounds."""
+        if not any(len(self._in_time(seed, round)) for round in range(SEEN_ROUNDS)):
+            raise ValueError(
+                f"--round_seconds={self._who.round_seconds:g}: no client does a local "
+                "step and sends its messages in this time; raise it"
+            )
 
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray

@@ -102,6 +102,7 @@ def assemble(
     made, of_others = _program(settings, planned, task, data, first, points)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
+    notes += _of_plans(made.program.algorithm.plans, planned)
     source = source._replace(notes=(*source.notes, *found.notes, *notes))
     return Parts(
         settings=settings._replace(source=source),
@@ -113,6 +114,22 @@ def assemble(
         points=points,
         target=target,
         trained_before=[one.rows for one in found.known if one.rows is not None],
+    )
+
+
+def _of_plans(
+    specs: Sequence[types.PlanSpec], planned: task_step.Planned
+) -> tuple[str, ...]:
+    """A line about clients whose rows fill no batch of a plan, if there are any."""
+    rows, found = planned.num_rows, {}
+    for spec in specs:
+        found[spec.batch_size] = ((rows > 0) & (spec.steps(rows) == 0)).sum(1).max()
+    size = max(found, key=found.get, default=0)
+    if not found.get(size):
+        return ()
+    return (
+        f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than the "
+        f"{size} train rows of a step and take none",
     )
 
 

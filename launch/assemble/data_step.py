@@ -78,16 +78,7 @@ def made(
         masked_loss=config.masked_loss,
         teacher=found.taught,
     )
-    lines = _notes(settings, found.known, stacked.test.row)
-    if getattr(settings.hparams, "drop_last", False):
-        count, batch = stacked.train.count, settings.hparams.batch_size
-        short = int(((count > 0) & (count < batch)).sum(1).max())
-        if short:
-            lines += (
-                f"--drop_last: {short} of {config.num_clients} clients have fewer than "
-                f"--batch_size={batch} train rows and take no step",
-            )
-    return data, lines
+    return data, _notes(settings, found.known, stacked.test.row)
 
 
 def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:

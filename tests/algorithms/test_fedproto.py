@@ -218,3 +218,9 @@ def test_a_run_with_newcomers_that_adapt(unequal):
     assert metrics["unseen_fine_tuned_accuracy"]["mean"] > 0.5
     images = np.zeros((2, 8, 8, 1), np.uint8)
     np.testing.assert_allclose(experiment.predict(0, images).sum(1), 1, rtol=1e-5)
+
+
+def test_trained_models_alone_are_not_measured(problem):
+    """The last stage of a client's model serves nobody."""
+    with pytest.raises(ValueError, match="--eval_moments: .* prototypes"):
+        fedproto.make(fedproto.HParams(), problem.task_of(tests_trained=True))

@@ -78,6 +78,22 @@ def test_the_first_round_is_fedavgs(compiled, given, start, problem):
     chex.assert_trees_all_close(after.server["model"], average.server, atol=1e-6)
 
 
+def test_a_client_without_a_step_keeps_its_control(compiled, given, problem):
+    """As with --drop_last: K = 0 has no mean of gradients, and c moves without it."""
+    run, cohort = compiled("scaffold"), problem.cohort(1)
+    lazy = int(np.flatnonzero(cohort.row_mask)[0])
+    plan = cohort.plans["local"]
+    steps = plan.num_steps.copy()
+    steps[lazy] = 0
+    plans = {"local": plan.replace(num_steps=steps)}
+    before = given()
+    after, *_ = run(before, cohort.replace(plans=plans), **FLOATS)
+    row = cohort.client_id[lazy]
+    chex.assert_trees_all_equal(
+        plain.at(after.clients, row), plain.at(before.clients, row)
+    )
+
+
 def test_twice_the_model_travels(problem, start):
     """A model and a control variate each way."""
     made = scaffold.make(scaffold.HParams(), problem.task_of())

@@ -110,9 +110,18 @@ def test_a_client_without_a_whole_batch_takes_no_step(how):
     assert experiment.totals.samples == 6 * (size // 13 * 13).sum()
     said = [note for note in experiment.notes if "drop_last" in note]
     assert said == [
-        "--drop_last: 2 of 8 clients have fewer than --batch_size=13 train rows and "
-        "take no step"
+        "--drop_last: 2 of 8 clients have fewer than the 13 train rows of a step and "
+        "take none"
     ]
+
+
+def test_a_step_of_several_batches_is_dropped_whole():
+    """Per-FedAvg's steps have two batches, which the line counts, too."""
+    experiment = made(algo="perfedavg", batch_size=7, drop_last=True)
+    size = np.asarray(experiment.data.partition.train.count)[0]
+    assert (size < 7).sum() < (size < 14).sum()
+    said = f"--drop_last: {(size < 14).sum()} of 8 clients have fewer than the 14 train"
+    assert any(note.startswith(said) for note in experiment.notes)
 
 
 def test_interrupted_clients_take_fewer_steps():
@@ -178,6 +187,30 @@ def test_steps_before_a_deadline():
                     done = np.cumsum(epoch * spec.epochs) <= left * share + 1e-6
                     assert cohort.plans[spec.name].num_steps[row] == done.sum() > 0
             assert 2 not in cohort.client_id
+
+
+@pytest.mark.parametrize("first", [1, 0])
+def test_a_round_of_drawn_levels_in_which_nobody_is_in_time(first):
+    """One client takes part without a step until the deadline."""
+    who = participation.Participation(
+        **{"chance": np.ones((3, 1)), "speed": np.ones((1, 3))},
+        **{"macs": np.tile([1e6, 1e9], (3, 1)), "num_bytes": np.array([1e6, 1e6])},
+        round_seconds=1.1,
+    )
+    given = {"sizes": np.full((1, 3), 20), "seeds": [0], "who": who}
+
+    def level(seed, round, client):
+        return np.full(len(client), 1 + (round % 2 == first))
+
+    planner = test_plan.make(3, (types.PlanSpec("local", 2, 5),), level=level, **given)
+    for round in range(4):
+        cohort = planner.cohort(0, round)
+        steps = cohort.plans["local"].num_steps[cohort.row_mask]
+        is_met = round % 2 != first
+        assert len(steps) == (3 if is_met else 1) and (steps > 0).all() == is_met
+        assert cohort.deadline == np.float32(1.1)
+    with pytest.raises(ValueError, match="--round_seconds=1.1: no client does a local"):
+        test_plan.make(3, (types.PlanSpec("local", 2, 5),), level=[2] * 3, **given)
 
 
 def test_a_round_ends_at_its_deadline(tmp_path):
