@@ -78,15 +78,21 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
         return fp.Variables((*server.params[:cut], *upper), server.stats)
 
+    def some_of(owned: jax.Array) -> jax.Array:
+        """Steps on s % of so many examples."""
+        steps = hparams.adaptive_share * one_epoch.steps(owned)
+        return jnp.ceil(steps - 1e-4).astype(int)
+
     def learned(client: fp.Client, server: fp.Variables) -> dict:
         """The client's row with new weights, by gradient steps that stay in [0, 1]."""
         row, plan = client.own, client.plan
         gap = jax.tree.map(lambda a, b: (a != b).any(), row["own"], server.params[cut:])
         differs = jnp.stack(jax.tree.leaves(gap)).any()
-        owned = client.data.partition.train.count[client.id]
-        steps = jnp.ceil(hparams.adaptive_share * one_epoch.steps(owned) - 1e-4)
-        plan = plan.replace(num_steps=jnp.minimum(plan.num_steps, steps.astype(int)))
-        some = client.fresh().replace(plan=plan, is_tested=False)
+        count = client.data.partition.train.count
+        steps = jnp.minimum(plan.num_steps, some_of(count[client.id]))
+        plan = plan.replace(num_steps=steps)
+        bound = jnp.minimum(client.bound, some_of(count.max()))
+        some = client.fresh().replace(plan=plan, bound=bound, is_tested=False)
 
         def mixture_loss(weight, stats, batch):
             model_of = mixed(server, row | {"weight": weight})
