@@ -1,10 +1,10 @@
 """How a TPU keeps private rows, so that no program copies all of them.
 
-A TPU has arrays in tiles of 8 x 128 numbers of two axes. Programs that take other axes,
-or the same in another order, copy what they get from each other, and so does a loop that
-adds up rows in another form than they have in their table. Here rows follow one another,
-each in the order of its last two axes that needs fewer tiles. Rows of a state have this
-form between all programs, and what is read of them keeps it.
+A TPU has arrays in tiles of 8 x 128 numbers of two axes. Programs that take other
+axes, or the same in another order, copy what they get from each other, and so does a
+loop that adds up rows in another form than they have in their table. Here rows follow
+one another, each in the order of its last two axes that needs fewer tiles. Rows of a
+state have this form between all programs, and what is read of them keeps it.
 """
 
 from typing import Any
@@ -15,6 +15,9 @@ from jax.experimental import layout
 from fedjax_pfl import execution, stacked
 from fedjax_pfl.rows import views
 
+# Kinds of devices with such tiles
+TILED = ("tpu",)
+
 
 def of_rows(rows: Any, how: execution.Execution) -> Any:
     """Where private rows are, leaves [variants, rows, ...], for each leaf."""
@@ -22,7 +25,7 @@ def of_rows(rows: Any, how: execution.Execution) -> Any:
     where = place(how)
 
     def one(leaf: Any) -> jax.sharding.Sharding | layout.Format:
-        if how.platform != "tpu" or views.is_key(leaf):
+        if how.platform not in TILED or views.is_key(leaf):
             return where
         return layout.Format(_form(leaf.shape, 2), where)
 
@@ -37,7 +40,7 @@ def place(rows: Any, how: execution.Execution) -> Any:
 def take(tree: Any, row: jax.Array) -> Any:
     """`stacked.take` of private rows, leaves [K, ...]; `row` is int32[C] or int32[]."""
     rows = stacked.take(tree, row)
-    if execution.setting().platform != "tpu":
+    if execution.setting().platform not in TILED:
         return rows
 
     def one(leaf: jax.Array) -> jax.Array:
