@@ -96,7 +96,7 @@ def test_it_compiles(name, many):
 
 @pytest.mark.parametrize("name", ["uapdfl", "pfedsd"])
 def test_a_cpu_copies_no_rows(name, many):
-    made = compiled_for(name, many, target="", client_chunk=1)
+    made = compiled_for(name, many, target=None, client_chunk=1)
     for program in ("rounds", "of_clients"):
         text = made.simulation.lowered()[program].compile().as_text()
         assert not copied_rows(made, text)
