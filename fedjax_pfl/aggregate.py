@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import boundary, stacked, types
+from fedjax_pfl.rows import tiled
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
 
         # One peer at a time: never a gather of [C, P] models.
         def add(index: jax.Array, total: Any) -> Any:
-            one, factor = stacked.take(part, source[:, index]), share[:, index]
+            one, factor = tiled.take(part, source[:, index]), share[:, index]
 
             def sum_with(total: jax.Array, leaf: jax.Array) -> jax.Array:
                 column = stacked.column(factor, leaf)
@@ -139,7 +140,7 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
 
             return jax.tree.map(sum_with, total, one)
 
-        zeros = jax.tree.map(jnp.zeros_like, stacked.take(part, cohort.row))
+        zeros = jax.tree.map(jnp.zeros_like, tiled.take(part, cohort.row))
         return jax.lax.fori_loop(0, num_sources, add, zeros)
 
     return jax.tree.map(mixed, weight, rows)
@@ -164,14 +165,14 @@ def sum_held(
 
     # One peer at a time, as in `mix_peers`.
     def add(index: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
-        one, mask = stacked.take((rows, held), source[:, index])
+        one, mask = tiled.take((rows, held), source[:, index])
         factor = jax.tree.map(
             lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0), mask
         )
         values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
         return jax.tree.map(jnp.add, sums, (values, factor))
 
-    zeros = jax.tree.map(jnp.zeros_like, stacked.take(rows, cohort.row))
+    zeros = jax.tree.map(jnp.zeros_like, tiled.take(rows, cohort.row))
     return jax.lax.fori_loop(0, source.shape[1], add, (zeros, zeros))
 
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import layout
 
 from fedjax_pfl import each_client, execution, over_devices, rng, scores, stacked, types
+from fedjax_pfl.rows import tiled
 
 
 class Scoring(NamedTuple):
@@ -415,7 +415,7 @@ def _each_entry(
         data, own, shared, server, most = given
         local, position = local
         # The model is made only here, so that they never all exist at once.
-        mine = _taken(local if stays else own, entry)
+        mine = tiled.take(local if stays else own, entry)
         row = () if group.own is None else mine
         mine = group.replace(shared=shared).variables(mine)
         if adaptation is not None:
@@ -467,31 +467,6 @@ def _each_entry(
         return leaf.reshape(parts, -1, *sums)[:, : size // parts].reshape(-1, *sums)
 
     return jax.tree.map(without_padding, over(rows, given, num_steps, local=local))
-
-
-def _taken(tree: Any, entry: jax.Array) -> Any:
-    """A row of leaves [A, ...], without a copy of all rows on a TPU.
-
-    A TPU keeps [A, 128, 64] with 128 in its lanes, which are 128 wide. Without a layout
-    for the row, a loop over rows first copies all of them to one with 64 in the lanes.
-    """
-    row = stacked.take(tree, entry)
-    if execution.setting().platform != "tpu":
-        return row
-
-    def one(leaf: jax.Array) -> jax.Array:
-        if leaf.ndim < 2:
-            return leaf
-        *others, last, lanes = range(leaf.ndim)
-        tall, wide = leaf.shape[-2:]
-        # Tiles have 8 x 128 numbers.
-        if -(-wide // 8) * -(-tall // 128) < -(-tall // 8) * -(-wide // 128):
-            last, lanes = lanes, last
-        return layout.with_layout_constraint(
-            leaf, layout.Layout((*others, last, lanes))
-        )
-
-    return jax.tree.map(one, row)
 
 
 def joined(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import layout, multihost_utils
 from jax.sharding import PartitionSpec
 
 from fedjax_pfl.rows import views
@@ -183,19 +183,21 @@ def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
     return {width: between(width) for width in shared}
 
 
-def place(tree: Any, where: jax.sharding.Sharding) -> Any:
+def place(tree: Any, where: jax.sharding.Sharding | layout.Format) -> Any:
     """Arrays of the host, equal in all processes, as arrays on their devices.
 
     For devices that only a compiler has, which hold no arrays, it returns shapes.
     """
-    if not where.device_set <= set(jax.devices()):
+    sharding = where.sharding if isinstance(where, layout.Format) else where
+    devices = sharding.device_set
+    if not devices <= set(jax.devices()):
         return placed_shapes(tree, where)
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
 
     # Not device_put, which would first compare every byte between the processes.
     def one(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == where.device_set:
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
             return leaf
         is_key = views.is_key(leaf)
         host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
@@ -226,7 +228,7 @@ def _aligned(leaf: Any) -> Any:
     return out
 
 
-def placed_shapes(tree: Any, where: jax.sharding.Sharding) -> Any:
+def placed_shapes(tree: Any, where: jax.sharding.Sharding | layout.Format) -> Any:
     """The shapes of arrays as they are on their devices, to compile for them."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), tree
@@ -259,8 +261,3 @@ def by_device(execution: Execution) -> jax.sharding.Sharding:
     if execution.mesh is None:
         return replicated(execution)
     return jax.sharding.NamedSharding(execution.mesh, PartitionSpec(None, "clients"))
-
-
-def of_rows(execution: Execution) -> jax.sharding.Sharding:
-    """The sharding of private rows, leaves [seeds, rows, ...]."""
-    return (by_device if execution.shares_rows else replicated)(execution)

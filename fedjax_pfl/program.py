@@ -34,10 +34,15 @@ KEPT_PROGRAMS = 8
 
 
 class Compiled:
-    """A jitted function that is compiled ahead, once for all arguments of one shape."""
+    """A function that is compiled ahead, once for all arguments of one shape.
 
-    def __init__(self, jitted: Callable):
-        self.jitted = jitted
+    `where` says from the shapes of its result where that is, as shardings or formats of
+    all parts. `options` are those of `jax.jit`.
+    """
+
+    def __init__(self, fn: Callable, where: Callable[[Any], Any], **options: Any):
+        self._jit = functools.partial(jax.jit, fn, **options)
+        self._where = where
         self._by_shape: dict[Any, tuple[Callable, float]] = {}
 
     @property
@@ -47,6 +52,15 @@ class Compiled:
     def seconds_of(self, executable: Callable) -> float:
         """The seconds that compiling one of `executables` took."""
         return next(s for one, s in self._by_shape.values() if one is executable)
+
+    def shapes(self, *args: Any) -> Any:
+        """The shapes of its result for such arguments."""
+        return jax.eval_shape(self._jit(), *args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The function for such arguments, ready to be compiled."""
+        where = self._where(self.shapes(*args))
+        return self._jit(out_shardings=where).lower(*args)
 
     def ahead(
         self, *args: Any, while_compiling: Callable[[], Any] = contextlib.nullcontext
@@ -61,7 +75,7 @@ class Compiled:
             return self._by_shape[key][0], 0.0
         begin = time.perf_counter()
         with while_compiling():
-            executable = self.jitted.lower(*args).compile()
+            executable = self.lower(*args).compile()
         self._by_shape[key] = executable, time.perf_counter() - begin
         return self._by_shape[key]
 
@@ -334,19 +348,22 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, state, cohort, partition, members)
 
     everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
-    of_state = types.RoundState.placed(how)
 
-    def rare(fn: Callable, where: Any = everywhere) -> Compiled:
-        jitted = jax.jit(fn, out_shardings=where, compiler_options=rarely)
-        return Compiled(jitted)
+    def of_state(state: types.RoundState) -> types.RoundState:
+        return state.where(how)
 
-    where = of_state, everywhere, everywhere, everywhere, everywhere
+    def after_rounds(found: tuple[Any, ...]) -> tuple[Any, ...]:
+        return of_state(found[0]), *[everywhere] * (len(found) - 1)
+
+    def rare(fn: Callable, where: Callable = lambda _: everywhere) -> Compiled:
+        return Compiled(fn, where, compiler_options=rarely)
+
     return Program(
         init=rare(init, of_state),
-        rounds=Compiled(jax.jit(rounds, donate_argnums=1, out_shardings=where)),
+        rounds=Compiled(rounds, after_rounds, donate_argnums=1),
         of_shared=rare(of_shared),
         of_clients=rare(of_clients),
-        of_adapted=Compiled(jax.jit(of_adapted, out_shardings=everywhere)),
+        of_adapted=Compiled(of_adapted, lambda _: everywhere),
         scoring=scoring,
         vmaps={
             "vmaps_seeds": how.vmaps_runs and not has_branches,

@@ -151,10 +151,10 @@ class Simulation:
 
     def template(self) -> types.RoundState:
         """Shapes of the state on the device, without computing anything."""
-        init, count = self.program.init.jitted, self.variants.count
+        init, count = self.program.init, self.variants.count
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct((count, *s.shape[1:]), s.dtype),
-            jax.eval_shape(init, *self.calls[0].init_args(self.data)),
+            init.shapes(*self.calls[0].init_args(self.data)),
         )
 
     def start(self) -> None:
@@ -360,7 +360,7 @@ class Simulation:
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """The `programs` of the first call, ready to be compiled."""
         return {
-            name: getattr(self.program, name).jitted.lower(*self._first_args(name))
+            name: getattr(self.program, name).lower(*self._first_args(name))
             for name in self.programs
         }
 
@@ -369,7 +369,7 @@ class Simulation:
         call = self.calls[0]
         if name == "init":
             return call.init_args(self.data)
-        state = jax.eval_shape(self.program.init.jitted, *call.init_args(self.data))
+        state = self.program.init.shapes(*call.init_args(self.data))
         placed = self._placed(state, execution_lib.placed_shapes)
         call = dataclasses.replace(call, state=placed)
         if name == "rounds":
@@ -412,7 +412,4 @@ class Simulation:
         self, state: types.RoundState, place: Callable = execution_lib.place
     ) -> types.RoundState:
         """A state where it lives, so that all calls see equal types."""
-        everywhere = execution_lib.replicated(self.execution)
-        rest = place(state.with_private(((), ())), everywhere)
-        rows = place(state.private, execution_lib.of_rows(self.execution))
-        return rest.with_private(rows)
+        return jax.tree.map(place, state, state.where(self.execution))

@@ -25,7 +25,7 @@ from flax import struct
 
 from fedjax_pfl import augment, execution, metric_kinds, rng, stacked
 from fedjax_pfl.execution import Execution
-from fedjax_pfl.rows import slots
+from fedjax_pfl.rows import slots, tiled
 
 # In train mode running statistics move by this fraction towards those of the batch.
 STATS_MOMENTUM = 0.1
@@ -552,11 +552,11 @@ class RoundState:
         """The state before round 0, in which no array may occur twice (donation)."""
         return cls(server, clients, key, jnp.zeros((), jnp.int32))
 
-    @classmethod
-    def placed(cls, how: Execution) -> RoundState:
-        """Where a stack of states is, as shardings of its parts."""
-        everywhere, rows = execution.replicated(how), execution.of_rows(how)
-        return cls(everywhere, rows, everywhere, everywhere, rows)
+    def where(self, how: Execution) -> RoundState:
+        """Where the leaves of a stack of such states are."""
+        everywhere = execution.replicated(how)
+        rest = jax.tree.map(lambda _: everywhere, self.with_private(((), ())))
+        return rest.with_private(tiled.of_rows(self.private, how))
 
     @property
     def private(self) -> tuple[Any, Any]:

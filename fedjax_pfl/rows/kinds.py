@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_pfl import checkpoint, execution, shapes, stacked, types
 from fedjax_pfl.call import Call
-from fedjax_pfl.rows import slots, store, views
+from fedjax_pfl.rows import slots, store, tiled, views
 
 # The devices hold the rows of one round, and more up to this many bytes.
 RESIDENT_BYTES = 256 << 20
@@ -346,7 +346,7 @@ class Hosted(Rows):
                 place = window.layout.slots_of(ids)[np.searchsorted(ids, both)]
                 window.records[name][slot, place] = self._stores[variant].read(both)
         rows = self.record.unpack(window.records.pop(name))
-        rows = execution.place(rows, execution.of_rows(self._how))
+        rows = tiled.place(rows, self._how)
         call.state = call.state.with_private(rows)
         self._held[name] = window, call.round
 
@@ -457,7 +457,7 @@ class Hosted(Rows):
         if not is_common or known is None or known[0] != tuple(variants):
             known = None  # its memory is free before there are other rows
             rows, _ = self.record.unpack(self._read(variants, ids, self.layout))
-            rows = execution.place(rows, execution.of_rows(self._how))
+            rows = tiled.place(rows, self._how)
             known = tuple(variants), rows
         self._common = known if is_common else None
         return state.replace(clients=known[1], opt_state=())

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from fedjax_pfl import execution, stacked
-from fedjax_pfl.rows import views
+from fedjax_pfl.rows import tiled, views
 
 
 class Layout(NamedTuple):
@@ -167,7 +167,7 @@ def take(tree: Any, row: jax.Array) -> Any:
 
     Where rows are shared out, those of a device's clients stay there.
     """
-    return _on_each(stacked.take, tree, row)
+    return _on_each(tiled.take, tree, row)
 
 
 def put(tree: Any, row: jax.Array, values: Any) -> Any:

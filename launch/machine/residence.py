@@ -71,7 +71,7 @@ def with_resident_rows(
         """The program, and the shapes of its first state, of one seed."""
         program = build(task)
         given = program.floats, tables, one, seeds
-        return program, jax.eval_shape(program.init.jitted, *given)
+        return program, program.init.shapes(*given)
 
     program, state = built(task)
     kept = jax.tree.leaves(state.private)

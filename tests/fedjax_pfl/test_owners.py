@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import execution
-from fedjax_pfl.rows import slots, views
+from fedjax_pfl.rows import slots, tiled, views
 from tests.fedjax_pfl import small
 
 
@@ -39,7 +39,7 @@ def test_there_and_back(on_devices, piece, monkeypatch):
     """Rows in slots and in the order of clients again, in pieces of any size."""
     monkeypatch.setattr(views, "PIECE_BYTES", piece)
     layout, how, rows = on_devices
-    placed = execution.place(layout.in_slots(rows), execution.of_rows(how))
+    placed = tiled.place(layout.in_slots(rows), how)
     assert placed["a"].addressable_shards[0].data.shape == (2, 3, 3)
     joined = jax.tree.map(lambda leaf: views.Joined([leaf, leaf[:1]]), placed)
     back = jax.tree.map(views.materialised, layout.by_client(joined))
@@ -50,7 +50,7 @@ def test_there_and_back(on_devices, piece, monkeypatch):
 def test_take_and_put(on_devices):
     """Each device reads and writes its own rows, and sends nothing."""
     layout, how, rows = on_devices
-    placed = execution.place(layout.in_slots(rows), execution.of_rows(how))
+    placed = tiled.place(layout.in_slots(rows), how)
     # Two rows for each device: clients 0 and 8, 5, 6, and none of the last.
     chosen = np.array([0, 8, 10, 5, 6, 10, 10, 10])
     is_real = chosen < 10

@@ -3,6 +3,9 @@
 These tests need libtpu (`pip install -e '.[test,tpu]'`) and are skipped without it.
 """
 
+import re
+
+import jax
 import pytest
 
 import algorithms
@@ -14,7 +17,7 @@ from launch.config import registry
 from launch.machine import target
 from launch.run import cost, narrow
 from launch.tables import examples
-from tests import test_contract
+from tests import conftest, test_contract
 from tests.toys import taught
 
 pytest.importorskip("libtpu")
@@ -40,22 +43,68 @@ def compiled_for(name, dataset, **more):
 
 def check(lowered):
     """No callback to a host, no float64, and it fits."""
+    return checked(lowered)[0]
+
+
+def checked(lowered):
+    """`check`, and the optimised program."""
     text = lowered.as_text()
     assert "callback" not in text and "f64" not in text
-    plan = cost.planned(lowered)
+    made = lowered.compile()
+    plan = cost.read(made, 0)
     assert 0 <= plan.needed_bytes < target.chip(CHIP).memory
-    return plan
+    return plan, made.as_text()
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory):
+    """`--dataset` with a thousand clients of eight images."""
+    path = tmp_path_factory.mktemp("data") / "many.npz"
+    return conftest.write_npz(path, 8000, clients=[8] * 1000)
+
+
+# Still copied: what the optimizers of a client's bases keep for its next round.
+COPIED = ("splitmix",)
+
+
+def copied_rows(made, text):
+    """(operation, shape) by which a program moves the rows of all clients as a whole.
+
+    They go to another form or to other devices. Lists of a number for each client do
+    not count.
+    """
+    state = made.simulation.template()
+    counts = {leaf.shape[1] for leaf in jax.tree.leaves(state.private)}
+    found = []
+    for shape, operation in re.findall(r"= \(?\w+\[([\d,]*)\]\S* ([\w-]+)\(", text):
+        sizes = [int(size) for size in shape.split(",") if size not in ("", "1")]
+        if operation.startswith(("copy", "transpose", "all-")) and sizes[1:]:
+            found += [(operation, shape)] if counts & {*sizes} else []
+    return found
 
 
 @pytest.mark.parametrize(
     "name", [*sorted(algorithms.ALGORITHMS), *test_contract.ON_TEXT]
 )
-def test_it_compiles(name, unequal):
-    made = compiled_for(name, unequal)
-    plans = {n: check(one) for n, one in made.simulation.lowered().items()}
+def test_it_compiles(name, many):
+    """Every program. Rounds and evaluations copy no rows of all clients."""
+    made = compiled_for(name, many)
+    plans = {}
+    for program, one in made.simulation.lowered().items():
+        plans[program], text = checked(one)
+        is_free = program == "init" or name in COPIED
+        assert is_free or not copied_rows(made, text)
     # A program without models that clients share computes nothing.
     assert min(plans[name].needed_bytes for name in ("init", "rounds")) > 0
     assert bool(plans["rounds"].step_cycles) == bool(made.program.algorithm.plans)
+
+
+@pytest.mark.parametrize("name", ["uapdfl", "pfedsd"])
+def test_a_cpu_copies_no_rows(name, many):
+    made = compiled_for(name, many, target=None, client_chunk=1)
+    for program in ("rounds", "of_clients"):
+        text = made.simulation.lowered()[program].compile().as_text()
+        assert not copied_rows(made, text)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedper"])

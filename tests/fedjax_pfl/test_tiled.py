@@ -1,0 +1,68 @@
+"""Private rows in the form of a TPU's tiles, on a CPU that takes them in any form."""
+
+import jax
+import pytest
+from jax.experimental.layout import Layout
+
+from fedjax_pfl import checkpoint, program
+from fedjax_pfl.rows import tiled
+from launch import build
+from tests import synthetic
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """All that is compiled in between is for tiles."""
+
+    def begin():
+        program.forget()
+        monkeypatch.setattr(tiled, "TILED", ("cpu",))
+
+    yield begin
+    program.forget()
+
+
+def experiment(**more):
+    source = synthetic.blobs(60, (2, 2, 1), 3)
+    options = {"dataset": (source.image, source.label), "model": "mlp", "rounds": 2}
+    options |= {"num_clients": 6, "clients_per_round": 2, "partition": "iid"}
+    return build.experiment(preset="none", batch_size=8, **options | more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"algo": "uapdfl", "num_peers": 1},
+        {"algo": "pfedsd", "devices": 2, "client_state": "host"},
+    ],
+)
+def test_a_run_goes_on_in_tiles(more, tiles, tmp_path):
+    """It is evaluated, saved and loaded, with the numbers of a run without tiles."""
+    plain = experiment(**more)
+    plain.simulation.advance_to(2)
+    tiles()
+    made = experiment(**more)
+    made.simulation.advance_to(1)
+    arrays, host = made.saved()
+    checkpoint.save(tmp_path, 1, arrays, host)
+    again = experiment(**more)
+    found = checkpoint.restore(tmp_path, *again.saved_templates())
+    again.load(*found, list(made.metrics))
+    again.run(progress=False)
+    assert again.simulation.digest() == plain.simulation.digest()
+    rows = again.simulation.calls[0].state.clients
+    forms = {leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(rows)}
+    assert (0, 1, 3, 2) in forms
+
+
+@pytest.mark.parametrize(
+    "shape, form",
+    [
+        ((2, 9), (0, 1)),
+        ((2, 9, 128, 64), (0, 1, 3, 2)),
+        ((2, 9, 64, 128), (0, 1, 2, 3)),
+        ((2, 9, 3, 3, 200, 8), (0, 1, 2, 3, 5, 4)),
+    ],
+)
+def test_the_form_with_fewer_tiles(shape, form):
+    assert tiled._form(shape, 2) == Layout(form)
