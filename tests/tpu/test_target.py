@@ -63,8 +63,8 @@ def many(tmp_path_factory):
     return conftest.write_npz(path, 8000, clients=[8] * 1000)
 
 
-# Still copied: what the optimizers of a client's bases keep for its next round.
-COPIED = ("splitmix",)
+# Still copied: what the optimizers of parts of a model keep for a client's next round.
+COPIED = ("heterofl", "splitmix")
 
 
 def copied_rows(made, text):
