@@ -146,7 +146,7 @@ class Plan(NamedTuple):
         """Kernels of the training step that has most, 0 if nothing is trained."""
         return max((loop.all_kernels for loop in self.parts.steps()), default=0)
 
-    def figures(self, is_gpu: bool) -> dict[str, Any]:
+    def figures(self, is_gpu: bool = False) -> dict[str, Any]:
         """The fields by name, with `cycles` or `kernels` instead of `parts`."""
         numbers = self._asdict()
         parts = numbers.pop("parts")

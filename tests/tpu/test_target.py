@@ -71,14 +71,15 @@ def copied_rows(made, text):
     """(operation, shape) by which a program moves the rows of all clients as a whole.
 
     They go to another form or to other devices. Lists of a number for each client do
-    not count.
+    not count, nor what is read ahead into a chip's fast memory (`copy-start`).
     """
     state = made.simulation.template()
     counts = {leaf.shape[1] for leaf in jax.tree.leaves(state.private)}
     found = []
     for shape, operation in re.findall(r"= \(?\w+\[([\d,]*)\]\S* ([\w-]+)\(", text):
         sizes = [int(size) for size in shape.split(",") if size not in ("", "1")]
-        if operation.startswith(("copy", "transpose", "all-")) and sizes[1:]:
+        is_move = operation in ("copy", "transpose") or operation.startswith("all-")
+        if is_move and sizes[1:]:
             found += [(operation, shape)] if counts & {*sizes} else []
     return found
 
