@@ -64,7 +64,7 @@ def many(tmp_path_factory):
 
 
 # Still copied: what the optimizers of parts of a model keep for a client's next round.
-COPIED = ("heterofl", "splitmix")
+COPIED = ("heterofl", "splitmix", *test_contract.ON_TEXT)  # texts have 7 clients
 
 
 def copied_rows(made, text):
