@@ -70,7 +70,7 @@ def test_states_that_are_kept():
 
 def test_seconds_are_those_of_an_executable():
     """Not of all shapes, which other runs may have."""
-    compiled = program.Compiled(jax.jit(lambda x: x + 1))
+    compiled = program.Compiled(lambda x: x + 1, lambda _: None)
     first, taken = compiled.ahead(np.zeros(2))
     second, more = compiled.ahead(np.zeros(3))
     assert compiled.ahead(np.zeros(2)) == (first, 0.0)
