@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 
