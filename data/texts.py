@@ -41,7 +41,7 @@ class Text(NamedTuple):
 def tokens(text: str) -> list[str]:
     """Splits a text into words, numbers and punctuation marks, in lower case.
 
-    Example:
+    Examples:
         >>> tokens("He said, Israel's 12 tribes.")
         ['he', 'said', ',', "israel's", '12', 'tribes', '.']
     """

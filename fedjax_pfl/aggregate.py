@@ -35,7 +35,7 @@ def weighted_mean(rows: Any, weight: Any) -> Any:
     `weight` is f32[C], or a prefix pytree of such, that sums to 1 (or to a chunk's part
     of it). f32[C, ...] weighs every entry separately.
 
-    Example:
+    Examples:
         >>> rows = {"w": jnp.array([[2.0, 4.0], [6.0, 8.0], [jnp.nan, 0.0]])}
         >>> weighted_mean(rows, jnp.array([0.5, 0.5, 0.0]))["w"].tolist()
         [4.0, 6.0]
@@ -78,7 +78,7 @@ def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
     HeteroFL's coverage, or sum(m w) / sum(m). `rows` has leaves [C, ...]. `fallback`,
     leaves [...], gives the parts that no row holds.
 
-    Example:
+    Examples:
         >>> rows = (jnp.array([2.0, 6.0]), jnp.array([1.0, 3.0]))  # two stages
         >>> mask = (jnp.array([True, True]), jnp.array([False, False]))
         >>> mean = masked_mean(rows, jnp.array([0.25, 0.75]), mask, (0.0, 9.0))
@@ -112,7 +112,7 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
     client and its first n peers, n = 0..P, of any scale, or a prefix pytree of such
     (other stages, other weights). A client without peers keeps its own model.
 
-    Example:
+    Examples:
         >>> ids = jnp.arange(3)
         >>> peers = jnp.array([[1], [2], [0]])
         >>> has_peer = jnp.array([[True], [False], [True]])

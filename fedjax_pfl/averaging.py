@@ -60,7 +60,7 @@ def make(
             model serves all clients.
         adapt: As in `types.Algorithm`, with the server's model as `shared`.
 
-    Example:
+    Examples:
         >>> from types import SimpleNamespace
         >>> from launch import build
         >>> def fedavg(hparams, task):

@@ -82,7 +82,7 @@ def by_stage(mask: jax.Array) -> tuple[jax.Array, ...]:
 def select(mask: Any, new: Any, old: Any) -> Any:
     """`where(mask, new, old)`, in which `mask` is a prefix pytree and leaves broadcast.
 
-    Example:
+    Examples:
         >>> mask = by_stage(jnp.array([True, False]))
         >>> new, old = (jnp.ones(2), jnp.ones(1)), (jnp.zeros(2), jnp.zeros(1))
         >>> [stage.tolist() for stage in select(mask, new, old)]
@@ -128,7 +128,7 @@ def divided(
 ) -> Division:
     """The division of a model by bools: one for each stage, or a prefix of Variables.
 
-    Example:
+    Examples:
         >>> from models import MODELS
         >>> mlp = MODELS["mlp"](10)
         >>> head = divided([False, False, True], mlp, (28, 28, 1))
@@ -153,7 +153,7 @@ def splice(
     is True and the frozen server's elsewhere. Gradients of the frozen stages are zero
     without a further mask.
 
-    Example:
+    Examples:
         >>> client = types.Variables((jnp.ones(1), jnp.ones(1)), ({}, {}))
         >>> server = types.Variables((jnp.zeros(1), jnp.zeros(1)), ({}, {}))
         >>> mixed = splice(client, server, jnp.array([True, False]))

@@ -140,7 +140,7 @@ class Round(NamedTuple):
     `types.Algorithm`, all that clients have is a tuple by architecture, of leaves [C,
     ...] in which only the rows of its own clients are meaningful.
 
-    Example:
+    Examples:
         >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
         >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
         >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)
@@ -323,7 +323,7 @@ def update(
     Raises:
         ValueError: optimizer states persist, and `fn` returns two trainings.
 
-    Example:
+    Examples:
         >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
         >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
         >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)

@@ -29,7 +29,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
     a function may define its own gradient (`jax.custom_vjp`). For a callback to Python
     the code and all values that it holds count, except globals.
 
-    Example:
+    Examples:
         >>> def times(factor):
         ...     return lambda x: factor * x
         >>> of(times(2.0), np.ones(3)) == of(times(2.0), np.ones(3))

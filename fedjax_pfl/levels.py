@@ -106,7 +106,7 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
 
     Client k of K has level 1 + #{l: (m_1 + .. + m_l) / m <= k / K} of a mix m.
 
-    Example:
+    Examples:
         >>> capability(Levels(level_mix="2:1:1"), 8).tolist()
         [1, 1, 1, 1, 2, 2, 3, 3]
         >>> capability(Levels(levels="maximum", level_mix="2:1:1"), 4).tolist()

@@ -254,7 +254,7 @@ def train(
             client's persistent one, or a fresh one where none persists.
         tag: Stream of the steps' keys.
 
-    Example:
+    Examples:
         >>> rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
         >>> parts = types.Partition(rows, rows, ())
         >>> data = types.Data(jnp.array([1.0, 3.0]), jnp.zeros(2, int), 0.0, 1.0, parts)

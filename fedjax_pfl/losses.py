@@ -53,7 +53,7 @@ def cross_entropy(
     `logits` are f32[B, ..., Y], and `label` int32[B, ...] is one label for an example
     or one for each position. `mask` and `chosen` are those of `batch_mean`.
 
-    Example:
+    Examples:
         >>> logits, label = jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), int)
         >>> round(float(cross_entropy(logits, label, jnp.array([True, False]))), 4)
         1.3863

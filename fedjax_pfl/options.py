@@ -52,7 +52,7 @@ def option(
         is_in_rounds: Marks a number of rounds after which something is complete. A run
             should reach it.
 
-    Example:
+    Examples:
         >>> @dataclasses.dataclass(frozen=True)
         ... class HParams:
         ...     rate: float = option(0.1, "learning rate [eta]", minimum=0)

@@ -40,7 +40,7 @@ def means(
     `label` is int32[B], and `mask` bool[B] has the real rows. A class without rows has
     0.
 
-    Example:
+    Examples:
         >>> h, label = jnp.array([[1.0], [3.0], [9.0]]), jnp.array([1, 1, 0])
         >>> mean, rows = means(h, label, jnp.array([True, True, False]), 2)
         >>> mean.tolist(), rows.tolist()

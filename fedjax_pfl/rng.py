@@ -50,7 +50,7 @@ def stream(key: jax.Array, tag: str | int, *ids: int | jax.Array) -> jax.Array:
 
     `tag` names the purpose of the draw, such as `mine.noise`. Ids are non-negative.
 
-    Example:
+    Examples:
         >>> root = jax.random.key(0)
         >>> noise = stream(root, "mine.noise", 3, 7)  # round 3, client 7
         >>> bool(noise == stream(root, "mine.noise", 3, 7))

@@ -92,7 +92,7 @@ def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
 def scale_by_moments(kind: str, momentum: Any) -> optax.GradientTransformation:
     """g -> m / (sqrt(v) + tau) of Algorithm 2; `momentum` is beta_1, maybe a tracer.
 
-    Example:
+    Examples:
         >>> tx = scale_by_moments("adagrad", 0.0)
         >>> update, _ = tx.update(jnp.array(3e-3), tx.init(jnp.zeros(())))
         >>> round(float(update), 4)  # 3 / (sqrt(1 + 9) + 1)

@@ -32,7 +32,7 @@ def load(path: Any, **given: Any) -> Any:
 
     A study may also be a zip file of `Study.pack`. Raises ValueError if it is neither.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
         >>> made = experiment(algo="fedavg", model="mlp", rounds=1, workdir=folder.name)

@@ -132,7 +132,7 @@ def compare(
     algorithm whose preset is a paper's. After an interrupt the finished part is
     returned, and its `run()` continues.
 
-    Example:
+    Examples:
         >>> compared = compare(
         ...     ["fedavg", "local"], model="mlp", num_clients=4, examples_per_client=10,
         ...     rounds=1, progress=False)

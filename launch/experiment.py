@@ -274,7 +274,7 @@ class Experiment(Run):
 def experiment(**given: Any) -> Experiment:
     """Builds an experiment from option names and values, as the command line does.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> x = np.random.default_rng(0).normal(size=(40, 6))
         >>> y, client = np.arange(40) % 2, np.arange(40) // 10
@@ -282,8 +282,8 @@ def experiment(**given: Any) -> Experiment:
         >>> made = experiment(algo="fedper", rounds=2, **data)
         >>> made
         fedper on arrays (natural): 4 clients, 4 a round, mlp, round 0 of 2, rules: none
-        >>> sorted(made.run(progress=False)["metrics"])[:2]
-        ['bytes_down', 'bytes_up']
+        >>> "bytes_up" in made.run(progress=False)["metrics"]
+        True
         >>> made.predict(3, x).shape
         (40, 2)
 
@@ -330,7 +330,7 @@ def load(path: Any, **given: Any) -> Experiment:
     Options that runs do not record (`export_partition`, `distributed`, `compile_cache`
     and others that act outside of the folder) are not taken from it.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
         >>> made = experiment(

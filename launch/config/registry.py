@@ -46,7 +46,7 @@ def algorithm_name(algo: Any) -> str:
 def called(name: str) -> str | None:
     """The algorithm that a row's name means, ignoring case and punctuation.
 
-    Example:
+    Examples:
         >>> called("FedRep+"), called("S-HeteroFL"), called("mine")
         ('fedrep_plus', 'sheterofl', None)
     """
@@ -78,7 +78,7 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
     not everything that a more special name fixes. A custom algorithm is always itself.
     Options that are missing in `values` have their defaults.
 
-    Example:
+    Examples:
         >>> departure("fedper", {"head_epochs": 1})
         Departure(name='fedrep', options={'head_epochs': 1})
         >>> departure("fedrep", {"head_epochs": 1})

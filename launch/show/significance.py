@@ -27,7 +27,7 @@ def wilcoxon(one: np.ndarray, other: np.ndarray) -> tuple[float, int]:
     What it says is about the clients of these seeds, and two seeds are no sample of
     all seeds: the standard deviation beside a mean shows how much they scatter.
 
-    Example:
+    Examples:
         >>> a = np.array([[0.9, 0.8, 0.7, 0.9, 0.6, 0.8]])
         >>> p, sign = wilcoxon(a, a - np.arange(1, 7) / 100)
         >>> round(p, 3), sign
@@ -71,7 +71,7 @@ def wilcoxon(one: np.ndarray, other: np.ndarray) -> tuple[float, int]:
 def holm(values: Sequence[float]) -> list[float]:
     """Holm's corrected p-values of a family of tests, in the same order.
 
-    Example:
+    Examples:
         >>> [round(p, 3) for p in holm([0.04, 0.01, 0.03])]
         [0.06, 0.03, 0.06]
     """

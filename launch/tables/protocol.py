@@ -647,7 +647,7 @@ def study(
 ) -> Study:
     """A study of methods on the same clients: tuned, then run with several seeds.
 
-    Example:
+    Examples:
         >>> made = study(
         ...     ["local", "fedavg", "fedavg+ft"], control="local", seeds=2,
         ...     tune={"client_lr": [0.01, 0.1]}, val_split=0.3, fine_tune_epochs=1,
