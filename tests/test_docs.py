@@ -3,7 +3,6 @@
 import ast
 import pathlib
 import re
-import tomllib
 import types
 
 import pytest
@@ -36,17 +35,6 @@ def test_links_lead_somewhere(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
-
-
-def test_the_repository_has_one_address():
-    """What `.ci/address` writes: pyproject's is also in badges and first cells."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    address = project["urls"]["Repository"].removeprefix("https://github.com/")
-    notebooks = (ROOT / "launch" / "notebooks").glob("*.ipynb")
-    for path in (ROOT / "README.md", ROOT / "CITATION.cff", *notebooks):
-        text = path.read_text()
-        found = re.findall(r"github(?:\.com)?/([\w.-]+/fedjax[\w.-]*)", text)
-        assert found and {*found} == {address}, path
 
 
 def test_every_page_is_linked_from_readme():

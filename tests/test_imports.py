@@ -198,10 +198,12 @@ def test_a_name_would_be_found(tmp_path):
     assert named(path) == {"fedd2s": [2], "local": [2], "fedmd": [2], "fedper": [4]}
 
 
-def test_the_command_imports_no_slow_library():
+@pytest.mark.parametrize("module", ["launch.main", "launch.build, data.loaders"])
+def test_a_command_imports_no_slow_library(module):
     """Each takes longer than the rest together, and few runs need it."""
     slow = "flax.nnx", "IPython", "pandas", "PIL", "matplotlib", "tensorflow", "sklearn"
-    code = f"import sys, launch.main; print([n for n in {slow} if n in sys.modules])"
+    slow += "tensorflow_datasets", "mlxtend", "safetensors"
+    code = f"import sys, {module}; print([n for n in {slow} if n in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
