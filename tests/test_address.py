@@ -18,6 +18,8 @@ def addresses(root):
     """NAME/REPOSITORY of this repository in each file that has any: {path: names}."""
     found = {}
     for path in [path for place in PLACES for path in root.glob(place)]:
+        if not path.is_file():
+            continue
         names = re.findall(r"github[a-z/.]*/([\w.-]+/fed\w*pfl)\b", path.read_text())
         if names:
             found[path.relative_to(root).as_posix()] = set(names)
