@@ -234,7 +234,7 @@ class Experiment(Run):
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> pathlib.Path:
-        """Writes a model, see `client_model`, to a `.msgpack` or `.npz` file."""
+        """Writes a model, see `client_model`, to a file; `ClientModel.save`."""
         return self.client_model(client_id, seed, point).save(path)
 
     def cost_analysis(self) -> dict[str, Any]:

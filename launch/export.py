@@ -2,7 +2,7 @@
 
 `--client=3` writes the personalized model of client 3 instead of the server's. The file
 can be read without this package (see docs/python.md), and `--init_from=FILE` starts a
-run from it. The folder is not changed.
+run from it, unless it is a program, `.stablehlo`. The folder is not changed.
 """
 
 import dataclasses
@@ -11,13 +11,16 @@ import pathlib
 from fedjax_pfl.options import option
 from launch import build, ending
 from launch.config import flags
+from launch.models_out import client_model
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of this command."""
 
-    output: str = option("model.msgpack", "file to write, .msgpack or .npz")
+    output: str = option(
+        "model.msgpack", "file to write, " + ", ".join(client_model.SUFFIXES)
+    )
     client: int = option(-1, "the client to export, -1 = the server")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     data_dir: str = option("", "folder of the data set, if it moved")

@@ -14,11 +14,16 @@ A file holds a nested dictionary of arrays, which can be read without this packa
 * `columns`: the names of a table's columns in the order of the vectors.
 
 `.msgpack` is flax.serialization's format; the keys of an `.npz` are paths such as
-`stages/conv1/params/kernel`.
+`stages/conv1/params/kernel`. A `.safetensors` has the arrays under these paths, too.
+What is text is in its metadata: `sha256` as it is, and as JSON `model`, `classes`,
+`columns` and `stages`, the stages' names in order.
 """
 
 import functools
 import hashlib
+import importlib
+import io
+import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +39,7 @@ from fedjax_pfl import checkpoint, shapes, types
 from fedjax_pfl import teacher as teacher_lib
 from launch.assemble import fit
 
-SUFFIXES = (".msgpack", ".npz")
+SUFFIXES = (".msgpack", ".npz", ".safetensors")
 
 
 class Facts(NamedTuple):
@@ -158,14 +163,11 @@ def write(
         columns: The names of a table's columns, None = the data are not a table.
 
     Raises:
-        ValueError: the path has another suffix, or is a folder.
+        ValueError: the path has another suffix, or is a folder, or the package
+            safetensors is missing.
         OSError: it cannot be written.
     """
-    path = files.given(path, "a model's file")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: a model's file ends in {' or '.join(SUFFIXES)}")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give the name of a file")
+    path = checked(path, SUFFIXES)
     tree = {"stages": _stages(model, variables), "input": dict(normal)}
     if rows is not None:
         tree["rows"] = rows._asdict()
@@ -177,16 +179,69 @@ def write(
     for key, names in (("classes", classes), ("columns", columns)):
         if names is not None:
             tree[key] = list(_written(names))
+    if path.suffix == ".npz":
+        flat = traverse_util.flatten_dict(tree, sep="/")
+        whole = io.BytesIO()
+        np.savez(whole, **{name: np.asarray(leaf) for name, leaf in flat.items()})
+        return placed(path, whole.getvalue())
+    if path.suffix == ".safetensors":
+        return placed(path, _tensors(tree))
+    # A copy, as without `in_place`, would sort the stages by name.
+    return placed(path, serialization.msgpack_serialize(tree, in_place=True))
+
+
+def checked(path: Any, suffixes: Sequence[str]) -> pathlib.Path:
+    """The path of a file to write, or a ValueError."""
+    path = files.given(path, "a model's file")
+    if path.suffix not in suffixes:
+        raise ValueError(f"{path}: a model's file ends in {' or '.join(suffixes)}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file")
+    return path
+
+
+def placed(path: pathlib.Path, content: bytes) -> pathlib.Path:
+    """Writes a file atomically, and makes its folder; OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}.partial{path.suffix}")
     with files.created(temporary) as file:
-        if path.suffix == ".npz":
-            flat = traverse_util.flatten_dict(tree, sep="/")
-            np.savez(file, **{name: np.asarray(leaf) for name, leaf in flat.items()})
-        else:
-            # A copy, as without `in_place`, would sort the stages by name.
-            file.write(serialization.msgpack_serialize(tree, in_place=True))
+        file.write(content)
     return temporary.rename(path)
+
+
+def needed(package: str, suffix: str) -> Any:
+    """Imports the package that files of a suffix need, or raises a ValueError."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        reason = f"a {suffix} file needs the package {error.name}"
+        raise ValueError(f"{reason}; pip install 'fedjax_pfl[export]'") from error
+
+
+def _tensors(tree: Mapping[str, Any]) -> bytes:
+    """A file's nested dictionary in the format of safetensors."""
+    arrays = {key: tree[key] for key in ("stages", "input", "rows") if key in tree}
+    flat = traverse_util.flatten_dict(arrays, sep="/")
+    # Strides are not kept by the format.
+    flat = {name: np.array(leaf, order="C") for name, leaf in flat.items()}
+    text = {key: tree[key] for key in ("model", "classes", "columns") if key in tree}
+    text["stages"] = list(tree["stages"])
+    about = {key: json.dumps(value) for key, value in text.items()}
+    about["sha256"] = tree["sha256"]
+    return needed("safetensors.numpy", ".safetensors").save(flat, about)
+
+
+def _of_tensors(content: bytes) -> dict[str, Any]:
+    """The nested dictionary in the content of a `.safetensors` file."""
+    flat = needed("safetensors.numpy", ".safetensors").load(content)
+    tree = traverse_util.unflatten_dict(flat, sep="/")
+    # Eight bytes for the length of the header, a JSON with the metadata in it
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    about = header.get("__metadata__", {})
+    text = {key: json.loads(about[key]) for key in about.keys() - {"sha256"}}
+    held = tree.get("stages", {})
+    tree["stages"] = {name: held.get(name, {}) for name in text.pop("stages", held)}
+    return tree | text | {key: about[key] for key in about.keys() & {"sha256"}}
 
 
 def _written(names: Sequence[str]) -> tuple[str, ...]:
@@ -203,10 +258,14 @@ def read(path: Any) -> dict[str, Any]:
     try:
         path = files.given(path, "a model's file")
         files.check(path, "a model's file")
+        if path.suffix == ".stablehlo":
+            raise ValueError("a program without its arrays; give a .safetensors")
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 flat = {name: file[name] for name in file.files}
             tree = traverse_util.unflatten_dict(flat, sep="/")
+        elif path.suffix == ".safetensors":
+            tree = _of_tensors(path.read_bytes())
         else:
             tree = serialization.msgpack_restore(path.read_bytes())
         if not isinstance(tree, dict) or not isinstance(tree.get("stages"), dict):

@@ -15,9 +15,11 @@ from fedjax_pfl import evaluate, execution, shapes, types
 from launch.assemble import model_files
 from launch.config import limits
 from launch.machine import processes
+from launch.models_out import program_file
 from launch.run.run import Run
 
 BATCH = 256
+SUFFIXES = (*model_files.SUFFIXES, program_file.SUFFIX)
 
 
 class ClientModel(NamedTuple):
@@ -87,19 +89,22 @@ class ClientModel(NamedTuple):
         }
 
     def save(self, path: Any) -> pathlib.Path:
-        """Writes the model to a file; see `model_files`.
+        """Writes the model to a file; see `model_files` and `program_file`.
 
         Raises:
             ValueError: another suffix, or the client is not served by a single model
-                of an architecture (Split-Mix, Majority).
+                of an architecture (Split-Mix, Majority), which only a program can be.
             OSError: it cannot be written.
         """
+        path = model_files.checked(path, SUFFIXES)
+        if path.suffix == program_file.SUFFIX:
+            return self._save_program(path)
         mine, wanted = map(_kinds, (self.variables, self._like(self.model)))
         is_chain = all(isinstance(one, Mapping) for one in self.variables.params)
         if mine != wanted or not is_chain:
             raise ValueError(
                 f"the client is served by {self.model.name}, which is not a single "
-                "model and cannot be written"
+                "model of arrays; write .stablehlo"
             )
         normal, width = {"mean": self.data.mean, "scale": self.data.scale}, None
         name, level = self.model.name, len(self.model.stage_names)
@@ -116,6 +121,23 @@ class ClientModel(NamedTuple):
             return str(model_files.write(*given, rows=rows, **names))
 
         return pathlib.Path(processes.on_first(write))
+
+    def _save_program(self, path: pathlib.Path) -> pathlib.Path:
+        kind = self.data.replace(image=(), label=(), partition=())
+        # Numbers, as arrays on several devices make a program of so many devices.
+        variables, kind = jax.device_get((self.variables, kind))
+
+        def logits(images: jax.Array) -> jax.Array:
+            # One by one, as a model of others may take the length of its batch.
+            one = functools.partial(_forward, self.model, variables, kind)
+            return jax.vmap(lambda image: one(image[None])[0])(images)
+
+        image = self.data.image
+        given = path, logits, image.shape[1:], image.dtype, self.model.name
+        names = {"classes": self.classes, "columns": self.columns}
+        return pathlib.Path(
+            processes.on_first(lambda: str(program_file.write(*given, **names)))
+        )
 
     def _like(self, model: types.Model) -> types.Variables:
         return shapes.variables(model, self.data.image.shape[1:])
