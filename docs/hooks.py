@@ -16,7 +16,12 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
+import numpy as np
+
 import algorithms
+from fedjax_pfl import shapes
+from launch import build
 from launch.config import registry
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -26,21 +31,43 @@ OUTSIDE = (
     "launch/studies/figures/*.png",
 )
 RESULTS = OUTSIDE[0]
+INTERFACE = ("launch.build", "launch.contract.check")
+AUTHORS = (  # what docs/adding.md names
+    "fedjax_pfl",
+    "fedjax_pfl.averaging.make",
+    "fedjax_pfl.decentralized.make",
+    "fedjax_pfl.levels.make",
+    "fedjax_pfl.boundary.middle",
+    "fedjax_pfl.boundary.divided",
+    "fedjax_pfl.stacked.repeat",
+    "fedjax_pfl.rng.stream",
+)
+MODELS = ("mlp", "depth_convnet")  # the second for exits and batch norms
+METHODS = ROOT / "docs/algorithms.md"
+TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
 
 
-def families() -> dict[str, list[str]]:
-    """The algorithms under the headings of docs/algorithms.md, in its order."""
+def families(text: str) -> dict[str, list[str]]:
+    """The algorithms in the tables of docs/algorithms.md, by the tables' headings."""
     found: dict[str, list[str]] = {}
-    heading = ""
-    for line in (ROOT / "docs/algorithms.md").read_text().splitlines():
-        if line.startswith("## "):
-            heading = line[3:]
-        elif line.startswith("| `"):
-            names = re.findall(r"`(\w+)`", line.split("|")[1])
-            listed = {one for family in found.values() for one in family}
-            new = [n for n in names if n in algorithms.ALGORITHMS and n not in listed]
-            found.setdefault(heading, []).extend(new)
-    return {family: names for family, names in found.items() if names}
+    for section in text.split("\n## ")[1:]:
+        rows = "".join(TABLE.findall(section))
+        cells = [line.split("|")[1] for line in rows.splitlines() if line[:3] == "| `"]
+        if cells:
+            found[section.splitlines()[0]] = re.findall(r"`(\w+)`", "".join(cells))
+    return found
+
+
+def linked(text: str) -> str:
+    """docs/algorithms.md, in whose tables the algorithms lead to their pages."""
+
+    def cell(row: re.Match) -> str:
+        return re.sub(r"`(\w+)`", r"[`\1`](methods/\1.md)", row[0])
+
+    def table(rows: re.Match) -> str:
+        return re.sub(r"^\| `.*?\|", cell, rows[0], flags=re.MULTILINE)
+
+    return TABLE.sub(table, text)
 
 
 def base(name: str) -> str:
@@ -95,11 +122,50 @@ def differing(name: str) -> list[str]:
     return [one for one, default in mine.items() if default != theirs[one]]
 
 
+def traffic(name: str) -> str:
+    """What travels and what a client keeps, of a small task; empty without one."""
+    gen = np.random.default_rng(0)
+    images = gen.integers(0, 256, (400, 16, 16, 1)).astype(np.uint8)
+    given = {"dataset": (images, np.arange(400) % 4), "proxy_fraction": 0.1}
+    given |= {"preset": "none", "num_clients": 10, "rounds": 1, "model_width": 0.25}
+    for model in MODELS:
+        try:
+            made = build.experiment(algo=name, model=model, **given)
+        except ValueError:  # this model does not do, or a teacher's file is needed
+            continue
+        task, algorithm = made.task, made.program.algorithm
+        first_seed = jax.tree.map(lambda table: table[0], made.data.partition)
+        data = made.data.replace(partition=first_seed)
+        rows = jax.eval_shape(algorithm.init, data, jax.random.key(0)).clients
+        kept = sum(row.size * row.dtype.itemsize for row in jax.tree.leaves(rows))
+        size = shapes.model_bytes(task.model, task.example_shape)
+        lines = [
+            "## What travels, and what stays",
+            "",
+            f"With `--model={model}` of {size:,} bytes, 4 classes and 40 proxy images",
+            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. With",
+            "`--optimizer_state=persist` its optimizer's state comes to them.",
+        ]
+        if not algorithm.messages:
+            return "\n".join([*lines, "Nothing travels."])
+        lines += ["", "| one message | way | bytes |", "|---|---|---|"]
+        for kind in algorithm.messages:
+            lines.append(f"| {kind.name} | {kind.direction} | {kind.num_bytes:,} |")
+        return "\n".join(lines)
+    return ""
+
+
+def parted(about: str) -> str:
+    """A docstring with a heading over what differs from the paper."""
+    heading, mark = "## Differs from the paper", "\n\nDiffers from the paper"
+    return about.replace(mark, f"\n\n{heading}{mark}", 1)
+
+
 def method_page(name: str) -> str:
     """The page of a method: its docstring, a command, options, rows of results."""
     entry, origin = algorithms.ALGORITHMS[name], base(name)
     title, file = algorithms.title(name), entry.make.__module__.replace(".", "/")
-    parts = [f"# {title}", entry.about]
+    parts = [f"# {title}", parted(entry.about)]
     if name != origin:
         parent = algorithms.title(origin)
         parts += [
@@ -114,6 +180,7 @@ def method_page(name: str) -> str:
         f"Rules that hold by default: `--preset={entry.preset}`, see "
         f"[presets](../algorithms.md#presets). Code: `{file}.py`.",
     ]
+    parts.append(traffic(name))
     groups = registry.groups_of(name)
     for heading, names in (
         ("Options of its own", own_options(name)),
@@ -141,6 +208,11 @@ def options_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def reference(title: str, names: Iterable[str]) -> str:
+    """A page of docstrings, which mkdocstrings fetches."""
+    return "\n\n".join([f"# {title}", *(f"::: {name}" for name in names)]) + "\n"
+
+
 def pages() -> dict[str, str]:
     """The pages that are made here, by their paths in the site."""
     methods = {
@@ -148,8 +220,8 @@ def pages() -> dict[str, str]:
     }
     return methods | {
         "reference/options.md": options_page(),
-        "reference/build.md": "# The Python interface\n\n::: launch.build\n",
-        "reference/fedjax_pfl.md": "# For authors of methods\n\n::: fedjax_pfl\n",
+        "reference/build.md": reference("The Python interface", INTERFACE),
+        "reference/fedjax_pfl.md": reference("For authors of methods", AUTHORS),
     }
 
 
@@ -161,7 +233,7 @@ def on_config(config: Any) -> Any:
     methods = next(entry["Methods"] for entry in config.nav if "Methods" in entry)
     methods += [
         {family: [f"methods/{name}.md" for name in names]}
-        for family, names in families().items()
+        for family, names in families(METHODS.read_text()).items()
     ]
     return config
 
@@ -185,16 +257,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return markdown
     shown = re.sub(r"\]\(\.\./(launch/[^)]+\.(?:md|png)[^)]*)\)", r"](\1)", markdown)
     shown = re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", shown)
-    if page.file.src_uri != "algorithms.md":
-        return shown
-    return re.sub(r"^\| `.*?\|", _linked, shown, flags=re.MULTILINE)
+    shown = re.sub(r"^\| .*$", _plain_bars, shown, flags=re.MULTILINE)
+    return linked(shown) if page.file.src_uri == "algorithms.md" else shown
 
 
-def _linked(cell: re.Match) -> str:
-    """A table's first cell, whose algorithms lead to their pages."""
-
-    def link(name: re.Match) -> str:
-        known = name[1] in algorithms.ALGORITHMS
-        return f"[`{name[1]}`](methods/{name[1]}.md)" if known else name[0]
-
-    return re.sub(r"`(\w+)`", link, cell[0])
+def _plain_bars(row: re.Match) -> str:
+    """A table's row, in whose code GitHub needs `\\|` for a bar and mkdocs does not."""
+    return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])

@@ -1,4 +1,4 @@
-"""The site of docs/: the pages that docs/hooks.py makes, and the blocks of howto.md."""
+"""The site of docs/: the pages that docs/hooks.py makes, links, blocks to copy."""
 
 import importlib.util
 import pathlib
@@ -6,33 +6,107 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import pytest
 
 import algorithms
 
 ROOT = pathlib.Path(__file__).parent.parent
-HOWTO = (ROOT / "docs" / "howto.md").read_text()
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
 
 
 @pytest.fixture(scope="module")
 def hooks():
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    spec = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_every_method_has_a_page(hooks):
-    """It has what its docstring says, a command, and the options of its own."""
-    pages = hooks.pages()
-    for name, entry in algorithms.ALGORITHMS.items():
-        page = pages[f"methods/{name}.md"]
-        assert page.startswith(f"# {algorithms.title(name)}\n") and entry.about in page
-        assert f"--algo={name}\n" in page
-    assert "`--proximal_weight`" in pages["methods/fedprox.md"]
-    in_nav = [name for names in hooks.families().values() for name in names]
+@pytest.fixture(scope="module")
+def made(hooks):
+    return hooks.pages()
+
+
+@pytest.fixture(scope="module")
+def texts(hooks, made):
+    """Path in the site -> Markdown, with the links as the site has them."""
+
+    def shown(path):
+        page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=path.name))
+        return hooks.on_page_markdown(path.read_text(), page, None, None)
+
+    results = {hooks.RESULTS: (ROOT / hooks.RESULTS).read_text()}
+    return {path.name: shown(path) for path in PAGES} | made | results
+
+
+def anchors(text):
+    """The anchors of a page's headings outside its blocks of code, in order."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h).lower() for h in headings]
+    return [re.sub(r"[^\w\- ]", "", h).strip().replace(" ", "-") for h in shown]
+
+
+def dead_links(name, text, texts):
+    """Relative links of a page that lead to nothing, or to a heading of two places."""
+    folder, found = (ROOT / name).parent, []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = (folder / path).resolve().relative_to(ROOT).as_posix()
+        target = target if path else name
+        if link.startswith("http"):
+            continue
+        if target not in texts:
+            is_picture = target.endswith(".png") and (ROOT / target).exists()
+            found += [] if is_picture else [link]
+        elif anchor and anchors(texts[target]).count(anchor) != 1:
+            found.append(link)
+    return found
+
+
+def test_links_of_the_site_lead_somewhere(texts):
+    """Also those that the hooks change or make."""
+    dead = {name: dead_links(name, text, texts) for name, text in texts.items()}
+    assert len(dead) > 50 and not any(dead.values()), dead
+
+
+def test_a_dead_link_is_noticed(texts):
+    """A page, a heading and a picture that are not there."""
+    text = "[a](no.md) [b](glossary.md#no) ![c](launch/no.png) [d](glossary.md)"
+    dead = dead_links("x.md", text, texts)
+    assert dead == ["no.md", "glossary.md#no", "launch/no.png"]
+
+
+def test_every_page_is_in_the_navigation(hooks):
+    """Of docs/ by its name; methods come by the families of docs/algorithms.md."""
+    lines = (ROOT / "mkdocs.yml").read_text().splitlines()
+    assert {page.name for page in PAGES} <= {line.split(" ")[-1] for line in lines}
+    families = hooks.families(hooks.METHODS.read_text())
+    in_nav = [name for names in families.values() for name in names]
     assert sorted(in_nav) == sorted(algorithms.ALGORITHMS)
+
+
+def test_every_method_has_a_page(made):
+    """It has what its docstring says, what travels, a command, options of its own."""
+    for name, entry in algorithms.ALGORITHMS.items():
+        page = made[f"methods/{name}.md"]
+        assert page.startswith(f"# {algorithms.title(name)}\n")
+        assert all(part in page for part in entry.about.strip().split("\n\n"))
+        assert f"--algo={name}\n" in page
+        assert name == "distill" or "## What travels" in page  # it needs a file
+    assert "`--proximal_weight`" in made["methods/fedprox.md"]
+    assert "| control up | up |" in made["methods/scaffold.md"]
+    assert "Nothing travels" in made["methods/local.md"]
+
+
+def test_only_algorithms_lead_to_their_pages(texts):
+    """Presets of the same names do not."""
+    page = texts["algorithms.md"]
+    assert "| [`cdkt`](methods/cdkt.md) | `cdkt` |" in page
+    assert "| `cdkt` | CDKT-FL |" in page and "=examples|uniform`" in page
 
 
 def test_rows_of_results_are_found(hooks):
@@ -42,17 +116,28 @@ def test_rows_of_results_are_found(hooks):
 
 
 @pytest.mark.slow
-def test_blocks_of_howto_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", ["howto.md", "first_table.md"])
+def test_blocks_run(page, tmp_path, monkeypatch):
     """In Python and in bash, one after another, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    names = {}
-    for kind, block in re.findall(r"```(python|bash)\n(.*?)```", HOWTO, re.DOTALL):
+    text, names = (DOCS / page).read_text(), {}
+    for kind, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL):
         if kind == "python":
-            exec(compile(block, "howto.md", "exec"), names)
+            exec(compile(block, page, "exec"), names)
             continue
         for line in block.splitlines():
             words = shlex.split(line)
             assert words[0] == "python"
             subprocess.run([sys.executable, *words[1:]], check=True)
-    assert {"report.html", "model.msgpack"} <= {p.name for p in tmp_path.iterdir()}
+    left = {"howto.md": "report.html", "first_table.md": "curves.pdf"}
+    assert (tmp_path / left[page]).exists()
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Without a warning, where mkdocs is installed."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    subprocess.run([*command, f"--site-dir={tmp_path}"], cwd=ROOT, check=True)
+    assert (tmp_path / "methods/fedala/index.html").exists()
