@@ -85,14 +85,12 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def learned(client: fp.Client, server: fp.Variables) -> dict:
         """The client's row with new weights, by gradient steps that stay in [0, 1]."""
-        row, plan = client.own, client.plan
+        row, count = client.own, client.data.partition.train.count
         gap = jax.tree.map(lambda a, b: (a != b).any(), row["own"], server.params[cut:])
         differs = jnp.stack(jax.tree.leaves(gap)).any()
-        count = client.data.partition.train.count
-        steps = jnp.minimum(plan.num_steps, some_of(count[client.id]))
-        plan = plan.replace(num_steps=steps)
-        bound = jnp.minimum(client.bound, some_of(count.max()))
-        some = client.fresh().replace(plan=plan, bound=bound, is_tested=False)
+        some = client.fresh().at_most(some_of(count.max()))
+        steps = jnp.minimum(some.plan.num_steps, some_of(count[client.id]))
+        some = some.replace(plan=some.plan.replace(num_steps=steps), is_tested=False)
 
         def mixture_loss(weight, stats, batch):
             model_of = mixed(server, row | {"weight": weight})
