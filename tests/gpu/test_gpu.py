@@ -4,25 +4,16 @@ These tests need jax's plugin for CUDA (`pip install jax-cuda13-plugin` of jax's
 version; no CUDA library and no driver) and are skipped without it.
 """
 
+import functools
+
 import pytest
 
-from launch import build
-from launch.config import registry
 from launch.run import cost
-from tests import test_contract
+from tests import targeted
 
 pytest.importorskip("jax_cuda13_plugin")
 
-CHIP = "gpu:h100"
-COMMON = test_contract.COMMON | {"model": "mlp"}
-
-
-def compiled_for(name, dataset, **more):
-    """Five clients side by side."""
-    options = {"dataset": dataset} | COMMON | test_contract.OWN_OPTIONS.get(name, {})
-    options |= {"target": CHIP, "algo": name, "client_chunk": 5}
-    known = {*registry.fields_of(name), "target"}
-    return build.experiment(**{k: v for k, v in (options | more).items() if k in known})
+compiled_for = functools.partial(targeted.experiment, "gpu:h100")
 
 
 @pytest.mark.parametrize("name", ["cdkt", "dispfl", "fedd2s", "pfedsd", "uapdfl"])

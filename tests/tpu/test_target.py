@@ -3,6 +3,7 @@
 These tests need libtpu (`pip install -e '.[test,tpu]'`) and are skipped without it.
 """
 
+import functools
 import re
 
 import jax
@@ -13,32 +14,20 @@ import models
 from fedjax_pfl import shapes
 from launch import build
 from launch.bench import forms
-from launch.config import registry
 from launch.machine import target
 from launch.run import cost, narrow
 from launch.tables import examples
-from tests import conftest, test_contract
-from tests.toys import taught
+from tests import conftest, targeted, test_contract
 
 pytest.importorskip("libtpu")
 
 CHIP = "tpu:v5e"
-COMMON = test_contract.COMMON | {"model": "mlp"}
-OPTIONS = test_contract.OWN_OPTIONS | {"fedrep": {"local_epochs": 4}}
+compiled_for = functools.partial(targeted.experiment, CHIP)
 
 
 @pytest.fixture(autouse=True)
 def _toys(monkeypatch):
     test_contract.register_toys(monkeypatch)
-
-
-def compiled_for(name, dataset, **more):
-    """Five clients side by side."""
-    options = {"dataset": dataset} | COMMON | OPTIONS.get(name, {})
-    options |= taught.options(name, dataset)
-    options |= {"target": CHIP, "algo": name, "client_chunk": 5}
-    known = {*registry.fields_of(name), "target"}
-    return build.experiment(**{k: v for k, v in (options | more).items() if k in known})
 
 
 def check(lowered):
