@@ -216,6 +216,7 @@ def unknown_option(name: str, algo: Any) -> str:
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
     known, elsewhere = fields_of(algo), tomllib.loads(_ELSEWHERE.read_text())
-    ours = (n for n, others in elsewhere.items() if name in others and n in known)
+    plain = name.replace("-", "_")
+    ours = (n for n, others in elsewhere.items() if plain in others and n in known)
     hint = options.nearest(next(ours, name), known, "--")
     return f"--{name} is not a flag of {shown}{hint}"

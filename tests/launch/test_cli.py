@@ -74,7 +74,14 @@ def test_a_file_that_hides_a_package(tmp_path, name, argv, exit_code):
 
 @pytest.mark.parametrize(
     "given, meant",
-    [("lr", "client_lr"), ("frac", "clients_per_round"), ("epochs", "local_epochs")],
+    [
+        ("lr", "client_lr"),
+        ("frac", "clients_per_round"),
+        ("epochs", "local_epochs"),
+        ("num_new_clients", "unseen_clients"),
+        ("num-server-rounds", "rounds"),
+        ("test_interval", "eval_every"),
+    ],
 )
 def test_flags_of_neighbours(given, meant):
     """What other frameworks call it."""
