@@ -1,6 +1,6 @@
 """CDKT-FL: clients and server teach each other on a small labelled proxy set.
 
-Nguyen, Tran, Nguyen, Hong: "CDKT-FL: Cross-device knowledge transfer using proxy
+Le, Nguyen, Pandey, Zhang, Hong: "CDKT-FL: Cross-device knowledge transfer using proxy
 dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 
 * The server sends its outputs on the proxy set.

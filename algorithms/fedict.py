@@ -1,7 +1,7 @@
 """FedICT: clients and a server behind their first layer distil into each other.
 
-Wu, Sun, Wang, Liu, Xu, Wang, et al.: "FedICT: Federated Multi-task Distillation for
-Multi-access Edge Computing", IEEE TPDS 2023, https://arxiv.org/abs/2301.00389; released
+Wu, Sun, Wang, Liu, Pan, Jiang, Gao: "FedICT: Federated Multi-task Distillation for
+Multi-access Edge Computing", IEEE TPDS 2024, https://arxiv.org/abs/2301.00389; released
 code wuzhiyuan2000/FedICT.
 
 * Each client of the round trains on cross-entropy. It uploads its features, logits and

@@ -1,8 +1,8 @@
 """InclusiveFL: clients hold the first stages of a model and train the deepest exit.
 
-Liu, Wu, Chen, Wang, Xie: "No One Left Behind: Inclusive Federated Learning over
-Heterogeneous Devices", KDD 2022, https://arxiv.org/abs/2202.08036, as DepthFL's authors
-compare with it (Table 3 and Appendix A.3 of
+Liu, Wu, Wu, Wang, Lyu, Chen, Xie: "No One Left Behind: Inclusive Federated Learning
+over Heterogeneous Devices", KDD 2022, https://arxiv.org/abs/2202.08036, as DepthFL's
+authors compare with it (Table 3 and Appendix A.3 of
 https://openreview.net/forum?id=pf8RIZTMU58).
 
 * The server sends each client of the round the first stages of its model.

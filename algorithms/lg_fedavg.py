@@ -1,8 +1,8 @@
 """LG-FedAvg: clients keep the lower layers and average the upper ones.
 
-Liang, Liu, Liu, Salakhutdinov, Morency: "Think Locally, Act Globally: Federated
-Learning with Local and Global Representations", https://arxiv.org/abs/2001.01523
-(Algorithm 1).
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think Locally, Act
+Globally: Federated Learning with Local and Global Representations",
+https://arxiv.org/abs/2001.01523 (Algorithm 1).
 
 * The server sends the upper layers to the clients of the round.
 * Each trains them together with its own lower layers for E epochs.

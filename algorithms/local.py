@@ -1,6 +1,6 @@
 """Local: training without any exchange, the control row of every table.
 
-"No Transfer" of Nguyen et al., "CDKT-FL", https://arxiv.org/abs/2204.01542 (Tables 1 to
+"No Transfer" of Le et al., "CDKT-FL", https://arxiv.org/abs/2204.01542 (Tables 1 to
 3), and the Local row of personalized federated learning.
 
 * Each client of the round trains its own model on its own examples.

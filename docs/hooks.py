@@ -44,6 +44,7 @@ AUTHORS = (  # what docs/adding.md names
 )
 MODELS = ("mlp", "depth_convnet")  # the second for exits and batch norms
 METHODS = ROOT / "docs/algorithms.md"
+PAPERS = ROOT / "docs/papers.bib"
 TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
 
 
@@ -161,8 +162,33 @@ def parted(about: str) -> str:
     return about.replace(mark, f"\n\n{heading}{mark}", 1)
 
 
+def papers(name: str) -> list[str]:
+    """The entries of docs/papers.bib below a line that names the method, in order."""
+    entries = re.findall(r"^% ([\w ]+)\n(@.*?^\})", PAPERS.read_text(), re.M | re.S)
+    return [entry for methods, entry in entries if name in methods.split()]
+
+
+def this_project() -> str:
+    """A BibTeX entry of CITATION.cff, without an address that is not known yet."""
+    text = (ROOT / "CITATION.cff").read_text()
+
+    def value(key: str) -> str:
+        return re.search(rf'^[ -]*{key}: "?(.*?)"?$', text, re.M)[1]
+
+    fields = {
+        "author": "{" + value("name").replace("_", r"\_") + "}",
+        "title": "{" + value("title").replace("_", r"\_") + "}",
+        "year": value("date-released")[:4],
+        "note": f"Version {value('version')}",
+    }
+    if "/OWNER/" not in value("repository-code"):
+        fields["url"] = value("repository-code")
+    lines = (f"  {key} = {{{field}}}," for key, field in fields.items())
+    return "\n".join(["@misc{fedjax_pfl,", *lines, "}"])
+
+
 def method_page(name: str) -> str:
-    """The page of a method: its docstring, a command, options, rows of results."""
+    """The page of a method: docstring, command, options, results, how to cite it."""
     entry, origin = algorithms.ALGORITHMS[name], base(name)
     title, file = algorithms.title(name), entry.make.__module__.replace(".", "/")
     parts = [f"# {title}", parted(entry.about)]
@@ -191,6 +217,8 @@ def method_page(name: str) -> str:
     rows = list(results(title))
     if rows:
         parts += ["## In our results", "\n".join(rows)]
+    entries = "\n\n".join([*papers(name), this_project()])
+    parts += ["## Cite", f"```bibtex\n{entries}\n```"]
     return "\n\n".join(parts) + "\n"
 
 

@@ -102,6 +102,26 @@ def test_every_method_has_a_page(made):
     assert "Nothing travels" in made["methods/local.md"]
 
 
+def test_every_method_is_cited(hooks, made):
+    """By papers that its docstring names, and this project; `majority` has none."""
+    text = hooks.PAPERS.read_text()
+    named = set(" ".join(re.findall(r"^% (.*)$", text, re.MULTILINE)).split())
+    assert named == set(algorithms.ALGORITHMS) - {"majority"}
+    keys = re.findall(r"^@\w+\{(\w+),$", text, re.MULTILINE)
+    assert len(keys) == len(set(keys)) == text.count("\n@")
+    for name, entry in algorithms.ALGORITHMS.items():
+        page = made[f"methods/{name}.md"]
+        assert all(paper in page for paper in hooks.papers(name))
+        assert page.count("@misc{fedjax_pfl,") == 1
+        if name == hooks.base(name) and name != "majority":
+            first = hooks.papers(name)[0]
+            marks = re.findall(r"(?:eprint|doi|url) = \{(.*)\}", first)
+            surname = re.search(r"author = \{+(?:T\. )?(\w+)", first)[1]
+            assert any(mark in entry.about for mark in marks), name
+            assert surname in entry.about, name
+    assert text.count("{") == text.count("}")
+
+
 def test_only_algorithms_lead_to_their_pages(texts):
     """Presets of the same names do not."""
     page = texts["algorithms.md"]
