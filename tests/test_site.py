@@ -143,6 +143,8 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     text, names = (DOCS / page).read_text(), {}
     for kind, block in re.findall(r"```(python|bash)\n(.*?)```", text, re.DOTALL):
+        if "import torch" in block and not importlib.util.find_spec("torch"):
+            continue
         if kind == "python":
             exec(compile(block, page, "exec"), names)
             continue
