@@ -108,7 +108,7 @@ class Progress(Listener):
         tqdm.tqdm.write(line, file=sys.stderr if self._bar is not None else sys.stdout)
 
     def _costs(self, run: Run) -> tuple[float, float]:
-        """Seconds of a round and of an evaluation of this process, 0 if there is none."""
+        """Seconds of a round and of an evaluation of this process, 0 without any."""
         rounds, every = max(run.round - self._start, 1), max(self._evaluations, 1)
         trained = run.totals.seconds - self._trained
         return trained / rounds, (run.evaluation_seconds - self._evaluated) / every

@@ -107,7 +107,7 @@ def test_lines_of_progress(capsys):
 
 
 def test_what_a_long_run_will_take(capsys):
-    """Once, after its first round: rounds and evaluations, which the lines count too."""
+    """Once, after its first round; the lines count evaluations too."""
     run, shown = Run(101), progress.Progress(words.headline)
     shown.on_start(run)
     run.evaluation_seconds += 3.0
