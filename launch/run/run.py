@@ -78,6 +78,7 @@ class Run:
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
             *source.notes,
             *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
+            *(notes.of_gpus(config) if how.platform == "gpu" else ()),
         )
         self.examples_sha256 = settings.identity.data_sha256
         self.points = [dict(point) for point in parts.points]
