@@ -69,8 +69,8 @@ def of_gpus(config: schema.Config) -> list[str]:
     out = []
     if config.precision == "f32":
         out.append(
-            "--precision=f32 computes matrix products in full float32; tf32 lets tensor "
-            "cores compute them from rounded factors"
+            "--precision=f32 computes matrix products in full float32; tf32 lets "
+            "tensor cores compute them from rounded factors"
         )
     if "xla_gpu_deterministic_ops=true" not in os.environ.get("XLA_FLAGS", ""):
         out.append(
