@@ -133,7 +133,10 @@ def executed_steps(num_steps: np.ndarray, execution: Execution) -> np.ndarray:
 # them, for `mlp` on 16 numbers, `m1` and `fedavg_cnn` with batches of 20, in
 # `python -m launch.bench.forms --form=rule`; docs/measured.md has the commands.
 STEP_CYCLES = {
-    225_480: {1: 26_422, 2: 30_875, 4: 32_397, 8: 35_306, 32: 55_995, 100: 91_439},
+    225_480: {
+        **{1: 26_422, 2: 30_875, 4: 32_397, 8: 35_306},
+        **{32: 55_995, 100: 91_439, 512: 325_511},
+    },
     11_019_080: {
         **{1: 324_849, 2: 497_331, 4: 845_306},
         **{8: 1_519_964, 32: 4_474_353, 100: 9_672_345},

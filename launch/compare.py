@@ -65,7 +65,7 @@ class Comparison(Mapping):
         for index, (name, one) in enumerate(self.items()):
             one.says_gone = index == 0
             if progress:
-                processes.say(f"{name}:", flush=True)
+                processes.say(f"{name} ({index + 1} of {len(self)}):", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
                 act({"algo": name, **record})

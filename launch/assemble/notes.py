@@ -1,6 +1,7 @@
 """Lines about how the options, the data and the models of a run were taken."""
 
 import dataclasses
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -59,6 +60,23 @@ def of_options(
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
             "batch.chosen, and is of all unless it uses them"
+        )
+    return out
+
+
+def of_gpus(config: schema.Config) -> list[str]:
+    """Lines about what GPUs do by themselves, and how to change it."""
+    out = []
+    if config.precision == "f32":
+        out.append(
+            "--precision=f32 computes matrix products in full float32; tf32 lets "
+            "tensor cores compute them from rounded factors"
+        )
+    if "xla_gpu_deterministic_ops=true" not in os.environ.get("XLA_FLAGS", ""):
+        out.append(
+            "GPUs may add numbers in another order in each run, so that a run that is "
+            "repeated or resumed may end with other last digits; with XLA_FLAGS="
+            "--xla_gpu_deterministic_ops=true it has the same bits, but may be slower"
         )
     return out
 

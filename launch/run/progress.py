@@ -15,23 +15,27 @@ from launch.run.loop import Listener, Records
 from launch.run.run import Run
 
 QUIET_SECONDS = 3.0  # of compilation, before a line is printed
+LONG_SECONDS = 30.0  # of a run that says after its first round what it will take
 
 
 class Progress(Listener):
     """Shows progress as a bar on a terminal or in a notebook, elsewhere as lines.
 
-    The estimate of the time left is from rounds only, without compilation.
+    The time left is that of the rounds and evaluations to come, which are taken to be
+    as long as those of this process so far, without compilation.
     """
 
     def __init__(self, headline: Callable[..., dict[str, str]]):
         """Shows the metrics that `headline(records, points)` returns."""
         self._headline = headline
-        self._has_shown = self._has_warned = False
+        self._has_shown = self._has_warned = self._has_foretold = False
         self._bar: Any = None
 
     def on_start(self, run: Run) -> None:
         self._begin = time.perf_counter()
         self._start, self._trained = run.round, run.totals.seconds
+        self._evaluated = run.evaluation_seconds
+        self._evaluations = 0
         kind = _bar_kind()
         if kind is not None:
             self._bar = kind(total=run.config.rounds, initial=run.round, unit="round")
@@ -65,6 +69,8 @@ class Progress(Listener):
 
     def on_call(self, run: Run, records: Records) -> None:
         """Shows measured metrics, and once the loss of the first rounds."""
+        self._evaluations += bool(records)
+        self._foretell(run)
         shown = self._headline(records, run.points) if records else _loss(run)
         # A line is printed after the first call, then after each evaluation.
         is_new = shown and (records or not self._has_shown)
@@ -85,13 +91,51 @@ class Progress(Listener):
         if self._bar is not None:
             self._bar.close()
 
+    def _foretell(self, run: Run) -> None:
+        """Says once what a long run will take, as soon as a round has been timed."""
+        if self._has_foretold or run.round == self._start:
+            return
+        self._has_foretold = True
+        rounds, evaluations, seconds = self._to_come(run)
+        if seconds < LONG_SECONDS:
+            return
+        of_round, of_evaluation = self._costs(run)
+        line = f"about {_duration(seconds)} left: {rounds} rounds of {of_round:.2g} s"
+        if of_evaluation:
+            line += f" and {evaluations} evaluations of {of_evaluation:.2g} s"
+        if run.config.early_stop:
+            line += ", if validation does not end them before"
+        tqdm.tqdm.write(line, file=sys.stderr if self._bar is not None else sys.stdout)
+
+    def _costs(self, run: Run) -> tuple[float, float]:
+        """Seconds of a round and of an evaluation of this process, 0 without any."""
+        rounds, every = max(run.round - self._start, 1), max(self._evaluations, 1)
+        trained = run.totals.seconds - self._trained
+        return trained / rounds, (run.evaluation_seconds - self._evaluated) / every
+
+    def _to_come(self, run: Run) -> tuple[int, int, float]:
+        """How many rounds and evaluations are to come, and their seconds."""
+        rounds = run.config.rounds - run.round
+        later = range(run.round + 1, run.config.rounds + 1)
+        evaluations = sum(map(run.is_due, later))
+        of_round, of_evaluation = self._costs(run)
+        seconds = rounds * of_round + evaluations * of_evaluation
+        return rounds, evaluations, seconds
+
     def _left(self, run: Run) -> str:
-        """The estimated time of the remaining rounds."""
+        """The estimated time that is left."""
         if run.round <= self._start or run.round >= run.config.rounds:
             return ""
-        spent = run.totals.seconds - self._trained
-        left = spent / (run.round - self._start) * (run.config.rounds - run.round)
-        return f", {left:.0f} s left"
+        return f", {_duration(self._to_come(run)[2])} left"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 def _loss(run: Run) -> dict[str, str]:

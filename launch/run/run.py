@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import platform
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -46,6 +47,7 @@ class Run:
         num_examples: Rows of the data set, without public images.
         trained_before: Rows that the models from files, from which this run starts or
             learns, were trained on.
+        evaluation_seconds: Seconds of this process's evaluations, without compilation.
         parts_with: `Execution -> (task, program, planner)` for another chunk than the
             chosen one, None = the chunk must not change.
     """
@@ -76,10 +78,12 @@ class Run:
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
             *source.notes,
             *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
+            *(notes.of_gpus(config) if how.platform == "gpu" else ()),
         )
         self.examples_sha256 = settings.identity.data_sha256
         self.points = [dict(point) for point in parts.points]
         self.metrics: list[dict[str, Any]] = []
+        self.evaluation_seconds = 0.0
         # The shape does not depend on `rounds`, so that a longer run can resume.
         num_variants = len(self.seeds) * len(self.points)
         moments = (2,) if config.fine_tune_epochs else ()
@@ -217,7 +221,10 @@ class Run:
         if not self.is_due(self.round):
             return []
         records = []
+        begin, compiled = time.perf_counter(), self.compile_seconds
         results = self.simulation.evaluate()
+        compiling = self.compile_seconds - compiled
+        self.evaluation_seconds += time.perf_counter() - begin - compiling
         variants = self.simulation.variants
         for index, (values, accuracies) in enumerate(results):
             values = values | self._by_architecture(accuracies, variants.seed(index))

@@ -555,6 +555,9 @@ def test_a_chunk_is_as_wide_as_it_pays():
     assert chunk < 50 and efficiency > 0.2
     # Steps of a tiny net cost little more for many clients than for one.
     assert chunk < plan.choose_chunk(steps, step_macs=225_480)[0]
+    # No number beyond 512 costs less for each.
+    many = np.full((1, 10_000), 7)
+    assert plan.choose_chunk(many, step_macs=225_480)[0] == 512
 
 
 def test_a_gpu_waits_for_launches():

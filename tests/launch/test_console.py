@@ -70,7 +70,8 @@ class Run:
     """What `Progress` looks at of an experiment."""
 
     def __init__(self, rounds):
-        self.round, self.config = 0, SimpleNamespace(rounds=rounds, algo="mine")
+        self.round, self.evaluation_seconds = 0, 0.0
+        self.config = SimpleNamespace(rounds=rounds, algo="mine", early_stop=0)
         self.totals, self.points = SimpleNamespace(seconds=0.0), [{}]
         self.simulation = SimpleNamespace(metrics={})
 
@@ -78,6 +79,9 @@ class Run:
         self.round += rounds
         self.totals.seconds += seconds
         self.simulation.metrics = {"train_loss": ([2 * loss], [2.0])}
+
+    def is_due(self, round):
+        return round % 5 == 0
 
 
 def test_lines_of_progress(capsys):
@@ -100,6 +104,22 @@ def test_lines_of_progress(capsys):
         "round 10/10  Global 90.0  loss 0.500",
     ]
     assert lines[1].endswith(", 18 s left)") and "left" not in lines[2]
+
+
+def test_what_a_long_run_will_take(capsys):
+    """Once, after its first round; the lines count evaluations too."""
+    run, shown = Run(101), progress.Progress(words.headline)
+    shown.on_start(run)
+    run.evaluation_seconds += 3.0
+    shown.on_call(run, [{"round": 0, "seed": 0, "global_accuracy": 0.1}])
+    for rounds in (1, 4):
+        run.advance(rounds, 0.6 * rounds, 1.0)
+        shown.on_call(run, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == (
+        "about 2 minutes left: 100 rounds of 0.6 s and 20 evaluations of 3 s"
+    )
+    assert lines[2].endswith(", 2 minutes left)") and len(lines) == 3
 
 
 @pytest.mark.parametrize("seconds, is_told", [(0.0, True), (60.0, False)])

@@ -452,7 +452,7 @@ def test_comparison(arrays, capsys):
         assert summary.loc[name, "client_accuracy"] == entry["mean"]
         assert summary.loc[name, "client_accuracy std"] == entry["std"]
         assert summary.loc[name, "summary"] == compared[name].config.summary
-    assert "fedper:" in capsys.readouterr().out
+    assert "fedper (2 of 2):" in capsys.readouterr().out
     assert compared.plot()._repr_png_()[:4] == b"\x89PNG"
     assert "<table" in compared._repr_html_()
     assert len(compared) == 2 and "fedavg on arrays" in repr(compared)

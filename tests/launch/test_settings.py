@@ -593,3 +593,19 @@ def test_defaults_that_differ_by_data_set():
     """Help tells that of a data set."""
     found = registry.default_text("depthfl", "ramp_rounds", "mnist_5k")
     assert found == "5 (--preset=depthfl)"
+
+
+@pytest.mark.parametrize(
+    "precision, flags, about",
+    [
+        ("f32", "", ["tf32 lets tensor cores", "other last digits"]),
+        ("tf32", "--xla_gpu_deterministic_ops=false", ["other last digits"]),
+        ("bf16", "--a=1 --xla_gpu_deterministic_ops=true", []),
+    ],
+)
+def test_what_gpus_do_by_themselves(monkeypatch, precision, flags, about):
+    """Their default precision, and sums in any order unless XLA is told otherwise."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    lines = notes.of_gpus(schema.Config(precision=precision))
+    assert len(lines) == len(about)
+    assert all(part in line for part, line in zip(about, lines, strict=True))
