@@ -30,8 +30,8 @@ class Client:
         own: Its row of the `own` argument of `update`.
         opt_state: Its persistent optimizer state, () if there is none.
         plan, data: Its steps, a `types.Plan` of one client, and the tables.
-        bound: int32[], the most steps of its chunk. It is not batched, so that a
-            `fori_loop` up to it stops early.
+        bound: int32[], the most steps of its chunk, or an int if all chunks have as
+            many. It is not batched, so that a `fori_loop` up to it stops early.
         key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
         is_tested: Whether the model that its training leaves is measured.
@@ -42,7 +42,7 @@ class Client:
     own: Any
     opt_state: Any
     plan: types.Plan
-    bound: jax.Array
+    bound: jax.Array | int
     data: types.Data
     key: jax.Array
     round: jax.Array
@@ -63,7 +63,9 @@ class Client:
     def at_most(self, num_steps: int) -> Client:
         """The same client with a plan of at most `num_steps` steps."""
         plan = self.plan.replace(num_steps=jnp.minimum(self.plan.num_steps, num_steps))
-        return self.replace(plan=plan, bound=jnp.minimum(self.bound, num_steps))
+        are_fixed = isinstance(self.bound, int) and isinstance(num_steps, int)
+        least = min if are_fixed else jnp.minimum
+        return self.replace(plan=plan, bound=least(self.bound, num_steps))
 
     def fresh(self) -> Client:
         """The same client without its persistent optimizer state."""
@@ -351,7 +353,8 @@ def update(
     is_bucketed = task.execution.is_bucketed and levels > 0
     first = 1 if is_bucketed else levels
     by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
-    out = over_clients(by_level if levels else [one], task.execution)(
+    fns, fixed = by_level if levels else [one], dict(task.fixed_steps).get(plan)
+    out = over_clients(fns, task.execution, fixed)(
         rows,
         given,
         steps.num_steps,
@@ -421,7 +424,9 @@ def in_turn(
 
 
 def over_clients(
-    fns: Sequence[Callable[[Any, Any, jax.Array], Any]], how: execution.Execution
+    fns: Sequence[Callable[[Any, Any, jax.Array], Any]],
+    how: execution.Execution,
+    fixed_steps: int | None = None,
 ) -> Callable[..., Any]:
     """Maps a function of one client over all rows of a cohort.
 
@@ -439,6 +444,7 @@ def over_clients(
             early. `local` is the part that only the row's device has.
         how: Chunk size and mesh. The number of rows must be a multiple of chunk x
             devices (`execution.padded_size`).
+        fixed_steps: The `bound` of all chunks, None = the most steps of each.
 
     Returns:
         `(rows, shared, num_steps, level=None, reduce=None, local=()) -> out` with
@@ -454,7 +460,7 @@ def over_clients(
         chunk = min(how.chunk, num_rows)
 
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
-            bound = num_steps.max()
+            bound = num_steps.max() if fixed_steps is None else fixed_steps
             if chunk == 1:
                 with execution.side_by_side(how, 1):
                     out = fn(stacked.at(rows, 0), shared, bound, local)

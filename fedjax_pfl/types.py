@@ -119,6 +119,8 @@ class Task(NamedTuple):
             empty ones at the end of some devices (`rows.slots`); 0 = one for each.
         teacher: The model with the variables `Data.teacher`, or None; see `teacher`.
         tests_trained: Whether a round measures the models that its training leaves.
+        fixed_steps: (plan, steps) for each plan in which all clients take as many;
+            a GPU then does not ask after each of them whether it was the last.
     """
 
     server_model: Model
@@ -135,6 +137,7 @@ class Task(NamedTuple):
     num_residents: int = 0
     teacher: Model | None = None
     tests_trained: bool = False
+    fixed_steps: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from data import dataset, participation, plan
 from fedjax_pfl import evaluate, execution, local_training, scores, shapes, types
@@ -191,12 +192,24 @@ def _program(
         )
     who = clients_step.made(settings, planned, program.algorithm)
     planner = planned.planner(program.algorithm, how, who)
+    if how.platform == "gpu" and who is None:
+        fixed = _fixed_steps(program.algorithm.plans, planned.num_rows)
+        task = task._replace(fixed_steps=fixed)
+        program = build(task)
     rows_in = residence.place(config)
     if rows_in is not None:
         task, program = residence.with_resident_rows(config, task, build, planner, data)
     changes = None if config.client_chunk or not how.vmaps_runs else parts_with
     made = Computation(task, program, planner, rows_in, with_rows, changes)
     return made, of_others
+
+
+def _fixed_steps(
+    specs: Sequence[types.PlanSpec], num_rows: np.ndarray
+) -> tuple[tuple[str, int], ...]:
+    """(plan, steps) for each plan in which all clients take as many."""
+    steps = {spec.name: spec.steps(num_rows) for spec in specs}
+    return tuple((name, int(s.flat[0])) for name, s in steps.items() if not np.ptp(s))
 
 
 def _scoring(

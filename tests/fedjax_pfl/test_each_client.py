@@ -368,6 +368,26 @@ def test_each_architecture_runs_its_own_clients(problem):
         np.testing.assert_array_equal(after.opt_state[number], found)
 
 
+def test_fixed_steps_are_no_bound_to_ask_for(problem):
+    """The number of turns is in the program, and steps behind a client's own add 0."""
+    task, state, cohort, data = problem
+
+    def fn(client, shared):
+        def step(index, total):
+            return total + jnp.where(index < client.plan.num_steps, 1.5 + index, 0)
+
+        return client.at_most(9).run(step, jnp.float32(0))
+
+    def total(task):
+        given = {"data": data, "shared": ()}
+        return each_client.update(fn, task, state, cohort, **given)[0]
+
+    fixed = task._replace(fixed_steps=(("local", 6),))
+    np.testing.assert_array_equal(total(fixed), total(task))
+    texts = [str(jax.make_jaxpr(lambda one=one: total(one))()) for one in (task, fixed)]
+    assert "while[" in texts[0] and "while[" not in texts[1]
+
+
 def test_at_most_and_fresh(problem):
     """Fewer steps for a client and its chunk's loop, no kept state; nothing else."""
     data = problem[-1]

@@ -44,6 +44,16 @@ def test_as_many_as_there_are(unequal):
     assert made.config.clients_per_round > 1
 
 
+def test_equal_clients_have_no_last_step_to_ask_for(blobs, unequal):
+    """Local steps are a loop of known turns, and that over rounds is the only other."""
+    equal = compiled_for("fedavg", blobs, partition="iid", local_epochs=2)
+    assert equal.task.fixed_steps == (("local", 2),)
+    others = compiled_for("fedavg", unequal, local_epochs=2)
+    assert others.task.fixed_steps == ()
+    found = [one.cost_analysis() for one in (equal, others)]
+    assert [one["loops_of_unknown_turns"] for one in found] == [1, 2]
+
+
 def test_several_gpus(unequal):
     """The clients are shared out, and means are taken over the GPUs."""
     made = compiled_for("fedavg", unequal, devices=2, client_chunk=3)
