@@ -63,7 +63,7 @@ class Comparison(Mapping):
         self._show(self.notes, progress)
         act = None if on_record is None else loop.OnRecord(on_record).act
         for index, (name, one) in enumerate(self.items()):
-            one.says_gone = index == 0
+            one.said = self._shown
             if progress:
                 processes.say(f"{name} ({index + 1} of {len(self)}):", flush=True)
 
@@ -77,13 +77,13 @@ class Comparison(Mapping):
 
     def _show(self, lines: Iterable[str], progress: bool) -> None:
         """Shows each line once, as a Python warning if there is no progress."""
-        new = [line for line in lines if line not in self._shown]
+        new = [note for line in lines if (note := f"note: {line}") not in self._shown]
         self._shown.update(new)
-        for line in new if processes.is_first() else ():
+        for note in new if processes.is_first() else ():
             if progress:
-                processes.say(f"note: {line}", flush=True)
+                processes.say(note, flush=True)
             else:
-                warnings.warn(f"note: {line}", stacklevel=3)
+                warnings.warn(note, stacklevel=3)
 
     def to_frame(self) -> pandas.DataFrame:
         """All records: one line for every algorithm, evaluated round and seed."""

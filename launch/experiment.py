@@ -36,7 +36,7 @@ class Experiment(Run):
     """One configuration, ready to run; see `Run` for its attributes."""
 
     _has_shown_notes = False
-    says_gone = True  # that a run without a folder is gone with the process
+    said: set[str] | None = None  # lines of a comparison's other rows, None = alone
 
     def run(
         self,
@@ -91,10 +91,15 @@ class Experiment(Run):
             return
         self._has_shown_notes = True
         if progress:
-            processes.say(words.rules(self), flush=True)
-            if not self.config.workdir and self.says_gone:
+            lines = words.rules(self, is_alone=self.said is None)
+            if not self.config.workdir:
                 line = "without a workdir this run is gone with the process"
-                processes.say(f"note: {line}", flush=True)
+                lines.append(f"note: {line}")
+            said = set() if self.said is None else self.said
+            for line in lines:
+                if line not in said:
+                    processes.say(line, flush=True)
+            said.update(lines)
             return
         for note in self.notes:
             warnings.warn(f"note: {note}", stacklevel=3)

@@ -41,7 +41,7 @@ def _execute(
         say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done
     config = experiment.config
-    say(words.rules(experiment))
+    say("\n".join(words.rules(experiment)))
     say(
         f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "

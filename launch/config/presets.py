@@ -120,9 +120,9 @@ def describe(preset: str) -> str:
     return f"{about}: {joined}{tail}"
 
 
-def sentence(preset: str) -> str:
-    """The rules that a run follows, and how to compare it with other methods."""
-    if preset != BASE:
+def sentence(preset: str, is_alone: bool = True) -> str:
+    """The rules that a run follows, and how to compare it if it is alone."""
+    if preset != BASE or not is_alone:
         return f"rules: --preset={preset} ({PRESETS[preset].about})"
     others = [f"--preset={name}" for name in PRESETS if name != BASE]
     return (

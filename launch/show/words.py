@@ -19,7 +19,8 @@ class Metric(NamedTuple):
     Attributes:
         name, title: Its name in records, and in tables and pictures.
         better: `higher`, `lower`, or "" if neither is better.
-        scale, unit: The factor and sign of percent, (1, "") = a number.
+        scale, unit: The factor and sign of percent, (1, "") = a number; of bytes the
+            factor of megabytes.
         digits, form: Decimals in tables, and the format of a value in pictures.
     """
 
@@ -27,7 +28,7 @@ class Metric(NamedTuple):
     kind: Kind
     title: str
     better: str
-    scale: int = 1
+    scale: float = 1
     unit: str = ""
     digits: int = 3
     form: str = ".3g"
@@ -43,6 +44,8 @@ _FORMS: dict[Kind, dict[str, Any]] = {
     Kind.FRACTION: {"scale": 100, "unit": "%", "digits": 1, "form": ".1f"},
     Kind.PERPLEXITY: {"digits": 2, "form": ".2f"},
 }
+
+_MEGABYTES = {"scale": 1e-6, "digits": 1, "form": ",.1f"}
 
 # In the order of tables. A text has perplexities instead of accuracies.
 TITLES = {
@@ -101,6 +104,8 @@ TITLES = {
     "worst_decile_masked_perplexity": "Worst decile, masked",
     "client_masked_perplexity_std": "Std over clients, masked",
     "ensemble_masked_perplexity": "Ensemble, masked",
+    "bytes_up": "MB up",
+    "bytes_down": "MB down",
 }
 # What an axis says instead of a title, without the unit
 AXES = {
@@ -125,7 +130,7 @@ _NEITHER_BETTER = (
     "critical",
 )
 _LOWER_BETTER = re.compile(
-    r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?"
+    r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?|bytes_(up|down)|clock"
 )
 _OF_CLASS = re.compile(r"(global|client)_class(\d+)_accuracy(_pooled)?")
 _OF_EXIT = re.compile(r"exit(\d+)_(accuracy|(masked_)?perplexity)")
@@ -152,7 +157,8 @@ def metric(
         better = ""
     elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
-    return Metric(name, kind, title(name, classes), better, **_FORMS.get(kind, {}))
+    form = _MEGABYTES if plain in ("bytes_up", "bytes_down") else _FORMS.get(kind, {})
+    return Metric(name, kind, title(name, classes), better, **form)
 
 
 def title(name: str, classes: Sequence[str] = ()) -> str:
@@ -237,10 +243,10 @@ def diverged(round: int | None) -> str:
     return f"diverged in round {round}" if round else ""
 
 
-def rules(run: Run) -> str:
-    """The rules that a run follows, and notes about its options."""
+def rules(run: Run, is_alone: bool = True) -> list[str]:
+    """The rules that a run follows, and notes about its options; see `sentence`."""
     notes = [f"note: {note}" for note in run.notes]
-    return "\n".join((presets.sentence(run.config.preset), *notes))
+    return [presets.sentence(run.config.preset, is_alone), *notes]
 
 
 def equal_parameters(hashes: Mapping[str, str | None]) -> list[str]:

@@ -334,7 +334,7 @@ class Study:
             raise ValueError(
                 f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
             )
-        self.failed, self._shows = [], progress
+        self.failed, self._shows, self._told = [], progress, set()
         for setting, base in self._units()[index - 1 :: count]:
             first = self.tuning(setting, base)
             if not all([self._run(one, progress, cell_timeout) for one in first]):
@@ -412,6 +412,9 @@ class Study:
     def _trained(self, trial: trials.Trial, progress: bool, minutes: float) -> bool:
         """Runs or continues a trial's run; False if its time was over."""
         made = self._experiment(trial)
+        for note in set(made.notes) - self._told:
+            self._say(f"note: {note}")
+        self._told.update(made.notes)
         if not trials.train(made, progress, minutes):
             self._say(f"{trial.name}: its time is over after round {made.round}")
             return False

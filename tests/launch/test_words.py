@@ -89,3 +89,10 @@ def test_headlines_are_few():
     }
     del record["c_gen"]
     assert list(words.headline([record])) == ["Global", "C-Per", "Client (UA)"]
+
+
+def test_bytes_are_megabytes_and_fewer_are_better():
+    how = words.metric("bytes_up")
+    entry = {"mean": 21_747_200.0, "std": 1e5, "per_seed": [21_647_200.0] * 2}
+    assert (how.title, how.better) == ("MB up", "lower")
+    assert how.text(entry) == "21.7 ± 0.1"
