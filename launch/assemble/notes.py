@@ -43,6 +43,8 @@ def of_options(
         if field.metadata.get("is_in_rounds")
         and getattr(hparams, field.name) > config.rounds
     ]
+    if algorithm is not None and algorithm.serving is not None:
+        out += _of_absent(config)
     other = registry.departure(config.algo, vars(hparams))
     if other is not None:
         out.append(
@@ -79,6 +81,20 @@ def of_gpus(config: schema.Config) -> list[str]:
             "--xla_gpu_deterministic_ops=true it has the same bits, but may be slower"
         )
     return out
+
+
+def _of_absent(config: schema.Config) -> list[str]:
+    """A line if a third of the clients, by expectation, are never drawn."""
+    count = config.num_clients
+    chance = (1 - config.clients_per_round / count) ** config.rounds
+    if not config.rounds or chance < 1 / 3:
+        return []
+    return [
+        f"about {chance * count:.0f} of {count} clients are in none of --rounds="
+        f"{config.rounds} with --clients_per_round={config.clients_per_round}, and the "
+        "models that serve them count in the clients' metrics as they begin; "
+        "--clients_per_round=0 takes all"
+    ]
 
 
 def _of_optimizer(

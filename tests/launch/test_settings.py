@@ -14,6 +14,7 @@ from algorithms import fedavg
 from data import dataset, loaders, partitions, texts
 from data.partitions import cdkt
 from fedjax_pfl import options
+from fedjax_pfl import types as fp_types
 from launch import build
 from launch import list as listing
 from launch.assemble import notes
@@ -609,3 +610,16 @@ def test_what_gpus_do_by_themselves(monkeypatch, precision, flags, about):
     lines = notes.of_gpus(schema.Config(precision=precision))
     assert len(lines) == len(about)
     assert all(part in line for part, line in zip(about, lines, strict=True))
+
+
+@pytest.mark.parametrize("rounds, per_round, is_told", [(5, 10, True), (20, 10, False)])
+def test_clients_that_never_train_are_told(rounds, per_round, is_told):
+    """Their models count as they begin, which is no news where all share one."""
+    config = schema.Config(
+        num_clients=105, rounds=rounds, clients_per_round=per_round, algo="fedper"
+    )
+    for serving in (None, lambda state, cohort, data: ()):
+        made = fp_types.Algorithm((), None, None, serving=serving)
+        lines = notes.of_options(config, fedavg.HParams(), algorithm=made)
+        told = [line for line in lines if "about 64 of 105 clients are in none" in line]
+        assert len(told) == (is_told and serving is not None)
