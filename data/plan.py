@@ -5,7 +5,9 @@ all methods get the same clients, nor on history, so that a run can resume. A cl
 draws are named by (seed, round, client), not by its place in the cohort.
 """
 
+import concurrent.futures
 import heapq
+import os
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -42,33 +44,30 @@ def orders(
         int32[sum(epochs * spec.rows(num_rows))]: the positions of each client's rows,
         epoch after epoch, for one client after another.
     """
-    epochs, num_rows = spec.epochs, np.asarray(num_rows, np.int64)
+    num_rows = np.asarray(num_rows, np.int64)
     round, used = np.broadcast_to(round, client.shape), spec.rows(num_rows)
-    length = epochs * used
-    first = np.cumsum(length) - length
-    out = np.zeros(int(length.sum()), np.int32)
-    name = zlib.crc32(spec.name.encode())
-    for part in shuffle.alike(num_rows, epochs):
-        words = rng.hashed(
-            seed,
-            "engine.batches",
-            round[part, None, None],
-            client[part, None, None],
-            name,
-            np.arange(epochs)[:, None],
-            np.arange(int(num_rows[part].max())),
-        )
+    end = np.cumsum(spec.epochs * used)
+    first, total = end - spec.epochs * used, int(end[-1]) if len(end) else 0
+    # What is left out of an epoch goes behind the end.
+    out = np.zeros(total + 1, np.int32)
+    name, epoch = zlib.crc32(spec.name.encode()), np.arange(spec.epochs)[:, None]
+
+    def draw(part: np.ndarray) -> None:
+        place = np.arange(int(num_rows[part].max()))
+        who = round[part, None, None], client[part, None, None]
+        words = rng.hashed(seed, "engine.batches", *who, name, epoch, place)
         order = shuffle.positions(words, num_rows[part, None])
-        is_used = np.arange(order.shape[-1]) < used[part, None, None]
-        is_used = np.broadcast_to(is_used, order.shape)
-        out[_ranges(first[part], length[part])] = order[is_used]
-    return out
+        begin, size = first[part[0]], used[part, None, None]
+        if end[part[-1]] - begin == order.size and (size == len(place)).all():
+            out[begin : begin + order.size] = order.reshape(-1)
+        else:
+            index = first[part, None, None] + epoch * size + place
+            out[np.where(place < size, index, total)] = order
 
-
-def _ranges(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Joins the ranges first..first + length - 1 of all pairs."""
-    before = np.cumsum(length) - length
-    return np.repeat(first - before, length) + np.arange(int(length.sum()))
+    # Numpy computes a block without the interpreter's lock.
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(draw, shuffle.alike(num_rows, spec.epochs)))
+    return out[:total]
 
 
 class Planner:
@@ -346,6 +345,7 @@ class Planner:
         num_rounds: int,
         length: int,
         capacity: int,
+        drawn: Sequence[types.Cohort] = (),
     ) -> types.Cohort:
         """Draws several rounds with their plans, padded to `length` rounds.
 
@@ -355,12 +355,13 @@ class Planner:
                 are zero and have no clients.
             capacity: Room for the examples of a device in an epoch of all these rounds,
                 raised if they have more.
+            drawn: These rounds as `drawn` returns them, empty = draw them now.
 
         Returns:
             A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
         """
         rounds = range(first_round, first_round + num_rounds)
-        drawn = [self.drawn(seed_index, one) for one in rounds]
+        drawn = drawn or [self.drawn(seed_index, one) for one in rounds]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
         # The rows of one device in all rounds come before those of the next device.
         place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
@@ -491,15 +492,21 @@ def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
     and `work` int[C] is what each computes. `devices` is D, a divisor of C. Returns
     int[C], the rows of one device after those of another, the same number of each.
     """
+    if devices == 1:
+        return index
     each = len(index) // devices
     found: list[list[int]] = [[] for _ in range(devices)]
-    loads = [(0, device) for device in range(devices)]
-    work = np.where(index < 0, 0, work)
-    for place in np.argsort(-work, kind="stable").tolist():
-        load, device = heapq.heappop(loads)
+    # A load and its device as one number, load * D + device
+    loads = list(range(devices))
+    added = np.where(index < 0, 0, work).astype(np.int64) * devices
+    places = np.argsort(-added, kind="stable")
+    for place, more in zip(places.tolist(), added[places].tolist(), strict=True):
+        device = loads[0] % devices
         found[device].append(place)
         if len(found[device]) < each:
-            heapq.heappush(loads, (load + int(work[place]), device))
+            heapq.heapreplace(loads, loads[0] + more)
+        else:
+            heapq.heappop(loads)
     return index[np.sort(np.array(found), axis=1).reshape(-1)]
 
 

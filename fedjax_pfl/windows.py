@@ -26,9 +26,6 @@ class Planner(Protocol):
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """The cohort of a round, without plans."""
 
-    def examples(self, seed_index: int, round: int) -> np.ndarray:
-        """int[D]: train rows of all clients of a round, by device."""
-
     def rows_per_device(self, round: int) -> int:
         """The rows of each device in the cohort of a round."""
 
@@ -42,10 +39,12 @@ class Planner(Protocol):
         num_rounds: int,
         length: int,
         capacity: int,
+        drawn: Sequence[types.Cohort],
     ) -> types.Cohort:
         """Cohorts of `num_rounds` rounds, leaves [length, ...], padded with zeros.
 
-        Their plans have room for `capacity` examples of a device.
+        Their plans have room for `capacity` examples of a device. `drawn` are these
+        rounds as the function of this name returns them.
         """
 
     def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
@@ -148,12 +147,13 @@ class Windows:
         It has as many rounds as there is room for. A round that needs more room gets
         it, so that the rows of a state may be more afterwards.
         """
-        count, needed = self._fitting(first, end - first)
-        if not count:
-            count = 1
+        drawn, needed = self._fitting(first, end - first)
+        if not drawn:
+            drawn = [self._drawn(first)]
             self.capacity = max(self.capacity, shapes.rounded_up_finely(needed))
-            self._rows.grow(self.planner.drawn(seed, first) for seed in self._seeds)
-        planned = [self._planned(seed, first, count) for seed in self._seeds]
+            self._rows.grow(drawn[0])
+        count = len(drawn)
+        planned = [self._planned(seed, first, drawn) for seed in self._seeds]
         costs = [
             work_of(self.planner, seed, one, self._execution)
             for seed, one in enumerate(planned)
@@ -169,29 +169,39 @@ class Windows:
         ]
         return Window(first, first + count, cohorts, work, rows)
 
-    def _planned(self, seed: int, first: int, count: int) -> types.Cohort:
-        return self.planner.window(seed, first, count, self.length, self.capacity)
+    def _planned(
+        self, seed: int, first: int, drawn: Sequence[list[types.Cohort]]
+    ) -> types.Cohort:
+        mine = [of_round[seed] for of_round in drawn]
+        room = self.length, self.capacity
+        return self.planner.window(seed, first, len(mine), *room, mine)
 
-    def _fitting(self, first: int, most: int) -> tuple[int, int]:
-        """(rounds from `first` on for which there is room, examples with one more)."""
+    def _drawn(self, round: int) -> list[types.Cohort]:
+        """A round's cohort of each seed, without plans."""
+        return [self.planner.drawn(seed, round) for seed in self._seeds]
+
+    def _fitting(self, first: int, most: int) -> tuple[list[list[types.Cohort]], int]:
+        """(`_drawn` of the rounds that have room, the examples with one more)."""
         needed, fits = np.zeros(1, np.int64), self._rows.room()
         rows_per_device = self.planner.rows_per_device(first)
-        for count in range(min(self.length, most)):
-            round = first + count
+        found: list[list[types.Cohort]] = []
+        for round in range(first, first + min(self.length, most)):
             if self.planner.rows_per_device(round) != rows_per_device:
-                return count, int(needed.max())
-            found = [self.planner.examples(seed, round) for seed in self._seeds]
-            needed = needed + np.stack(found)
-            drawn = (self.planner.drawn(seed, round) for seed in self._seeds)
+                break
+            drawn = self._drawn(round)
+            rows = [self.planner.owned(i, one.client_id) for i, one in enumerate(drawn)]
+            rows = np.reshape(rows, (len(rows), self._execution.num_devices, -1))
+            needed = needed + rows.sum(2)
             if needed.max() > self.capacity or not fits(drawn):
-                return count, int(needed.max())
-        return min(self.length, most), 0
+                break
+            found.append(drawn)
+        return found, int(needed.max())
 
     def plan_bytes(self) -> float:
         """Bytes of plans per round for one seed, in a window as full as possible."""
-        count = max(self._fitting(0, self.length)[0], 1)
-        window = self._planned(0, 0, count)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / count
+        drawn = self._fitting(0, self.length)[0] or [self._drawn(0)]
+        window = self._planned(0, 0, drawn)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / len(drawn)
 
     def _placed(self, cohorts: types.Cohort) -> types.Cohort:
         """A window on the devices, which get only the plans of their own rows."""

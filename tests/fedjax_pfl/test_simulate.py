@@ -62,11 +62,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.planner, name)
 
-    def window(self, seed_index, first_round, num_rounds, length, capacity):
+    def window(self, seed_index, first_round, num_rounds, length, *more):
         self.tell(first_round, num_rounds, length)
-        return self.planner.window(
-            seed_index, first_round, num_rounds, length, capacity
-        )
+        return self.planner.window(seed_index, first_round, num_rounds, length, *more)
 
 
 @pytest.fixture
