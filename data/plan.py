@@ -64,9 +64,14 @@ def orders(
             index = first[part, None, None] + epoch * size + place
             out[np.where(place < size, index, total)] = order
 
-    # Numpy computes a block without the interpreter's lock.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(draw, shuffle.alike(num_rows, spec.epochs)))
+    parts = list(shuffle.alike(num_rows, spec.epochs))
+    if total < shuffle.BLOCK_WORDS:
+        for part in parts:
+            draw(part)
+    else:
+        # Numpy computes a block without the interpreter's lock.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(draw, parts))
     return out[:total]
 
 

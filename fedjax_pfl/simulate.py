@@ -195,11 +195,15 @@ class Simulation:
         while self.round < stop:
             self.advance(stop)
 
-    def advance(self, stop: int) -> None:
+    def advance(
+        self, stop: int, is_due: Callable[[int], bool] = lambda round: False
+    ) -> None:
         """Runs one call of about `CALL_SECONDS`, not beyond round `stop`.
 
         The state is whole when it returns: between two calls a caller may save, or stop
         and continue later. Plans of the next window are made while the device computes.
+        If an evaluation `is_due` after its last round, it follows on the device without
+        waiting for the host, and `evaluate` reads it.
         """
         self.start()
         for call in self.calls:
@@ -222,6 +226,8 @@ class Simulation:
             started = time.perf_counter()
             call.advance(executable, args, until, work)
             try:
+                if is_due(until) and self._evaluates_ahead:
+                    call.evaluated = self._evaluated(call)
                 if ahead is None and until == window.end < max(self.rounds, stop):
                     ahead = self.windows.make(until, max(self.rounds, stop))
                 if ahead is not None:
@@ -262,21 +268,9 @@ class Simulation:
         for call in self.calls:
             call.settle(self.totals)
             self.rows.after(call)
-            parts, found, shared = call.partition.measured(), {}, {}
-            for block in self._blocks(call):
-                members = self._members(call, block)
-                for name, partition in parts.items():
-                    args = self._evaluate_args(call, block, partition)
-                    if name not in shared:
-                        of_shared = self._computed(self.program.of_shared, args[:-1])
-                        shared[name] = of_shared
-                    of_clients = self._computed(self.program.of_clients, args)
-                    if members is not None:
-                        args = *args[:-1], members
-                        adapted = self._computed(self.program.of_adapted, args)
-                        of_clients["adapted"] = adapted
-                    found.setdefault(name, []).append((block.ids, of_clients))
-                del block, args  # their memory is free before the next
+            shared, found = jax.device_get(call.evaluated or self._evaluated(call))
+            call.evaluated = None
+            parts = call.partition.measured()
             what = self.program.algorithm, self.program.scoring.score
             measured = [
                 call.measured(partition, shared[name], found[name], *what)
@@ -289,6 +283,40 @@ class Simulation:
                     values |= metric_kinds.prefixed(prefix, one)
                 out.append((values | rounds, every[0][1]))
         return out
+
+    @property
+    def _evaluates_ahead(self) -> bool:
+        """Whether an evaluation can be dispatched before its rounds are done.
+
+        It cannot where the host has rows, and should not if it has to be compiled.
+        """
+        program = self.program
+        is_ready = bool(program.of_clients.executables) and not program.scoring.adapts
+        return is_ready and not self.rows.goes_by_block(program.algorithm)
+
+    def _evaluated(self, call: Call) -> tuple[dict[str, Any], dict[str, list]]:
+        """Dispatches an evaluation of a call's state, without waiting for results.
+
+        Returns (`of_shared`, [(clients of a block, their `of_clients`)]), both by the
+        names of `Partition.measured`.
+        """
+        program, shared, found = self.program, {}, {}
+        for block in self._blocks(call):
+            members = self._members(call, block)
+            for name, partition in call.partition.measured().items():
+                args = self._evaluate_args(call, block, partition)
+                if name not in shared:
+                    shared[name] = self._dispatched(program.of_shared, args[:-1])
+                of_clients = self._dispatched(program.of_clients, args)
+                if members is not None:
+                    args = *args[:-1], members
+                    adapted = self._dispatched(program.of_adapted, args)
+                    of_clients["adapted"] = adapted
+                found.setdefault(name, []).append((block.ids, of_clients))
+            if self.rows.goes_by_block(program.algorithm):
+                jax.block_until_ready(found)
+            del block, args  # their memory is free before the next
+        return shared, found
 
     def _members(self, call: Call, block: kinds.Block) -> types.Cohort | None:
         """The clients of a block, [S, ...], with the plan by which they adapt."""
@@ -328,10 +356,12 @@ class Simulation:
 
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
 
-    def _computed(self, function: program_lib.Compiled, args: tuple) -> Any:
+    def _dispatched(self, function: program_lib.Compiled, args: tuple) -> Any:
         executable, seconds = self._compiled(function, args)
         self.compile_seconds += seconds
-        return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
+        out = executable(*args)
+        execution_lib.read_soon(out)
+        return out
 
     def compute(
         self, program: program_lib.Program, planner: Planner, execution: types.Execution
