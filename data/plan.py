@@ -343,6 +343,29 @@ class Planner:
         average = int(np.ceil(self.round_examples * num_rounds * share))
         return shapes.rounded_up_finely(max(average, int(by_device.max()), 1))
 
+    def positions(
+        self, seed_index: int, first_round: int, drawn: Sequence[types.Cohort]
+    ) -> dict[str, list[np.ndarray]]:
+        """The `orders` int32[n] of each device by plan, in consecutive rounds.
+
+        `drawn` are these rounds as `drawn` returns them.
+        """
+        every = np.stack([one.client_id for one in drawn])
+        place = self._by_device(*every.shape)
+        client, round = every.reshape(-1)[place], first_round + place // every.shape[1]
+        owned, seed = self.owned(seed_index, client), self._seeds[seed_index]
+        found = {}
+        for spec in self._specs:
+            flat = orders(seed, round.ravel(), client.ravel(), owned.ravel(), spec)
+            ends = np.cumsum(spec.epochs * spec.rows(owned).sum(1))[:-1]
+            found[spec.name] = np.split(flat, ends)
+        return found
+
+    def _by_device(self, num_rounds: int, size: int) -> np.ndarray:
+        """int[D, n]: the places of each device's rows in rounds of `size` rows."""
+        place = np.arange(num_rounds * size).reshape(num_rounds, self._devices, -1)
+        return place.swapaxes(0, 1).reshape(self._devices, -1)
+
     def window(
         self,
         seed_index: int,
@@ -351,6 +374,7 @@ class Planner:
         length: int,
         capacity: int,
         drawn: Sequence[types.Cohort] = (),
+        positions: Sequence[dict[str, list[np.ndarray]]] = (),
     ) -> types.Cohort:
         """Draws several rounds with their plans, padded to `length` rounds.
 
@@ -361,6 +385,8 @@ class Planner:
             capacity: Room for the examples of a device in an epoch of all these rounds,
                 raised if they have more.
             drawn: These rounds as `drawn` returns them, empty = draw them now.
+            positions: Parts of these and perhaps later rounds, one after another, as
+                `positions` returns them, empty = draw them now.
 
         Returns:
             A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
@@ -368,12 +394,10 @@ class Planner:
         rounds = range(first_round, first_round + num_rounds)
         drawn = drawn or [self.drawn(seed_index, one) for one in rounds]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
+        positions = positions or [self.positions(seed_index, first_round, drawn)]
         # The rows of one device in all rounds come before those of the next device.
-        place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
-        place = place.swapaxes(0, 1).reshape(self._devices, -1)
-        client = many.client_id.reshape(-1)[place]
-        owned = self.owned(seed_index, client)
-        round = first_round + place // many.client_id.shape[1]
+        place = self._by_device(*many.client_id.shape)
+        owned = self.owned(seed_index, many.client_id.reshape(-1)[place])
         capacity = max(capacity, int(owned.sum(1).max()), 1)
         taken, many = self._cut(seed_index, first_round, many)
 
@@ -386,12 +410,11 @@ class Planner:
 
         plans = {}
         for spec in self._specs:
-            seed, count = self._seeds[seed_index], spec.epochs * spec.rows(owned)
-            flat = orders(seed, round.ravel(), client.ravel(), owned.ravel(), spec)
+            count = spec.epochs * spec.rows(owned)
             position = np.zeros((self._devices, spec.epochs * capacity), np.int32)
-            ends = np.cumsum(count.sum(1))[:-1]
-            for line, part in zip(position, np.split(flat, ends), strict=True):
-                line[: len(part)] = part
+            for device, size in enumerate(count.sum(1)):
+                flat = np.concatenate([part[spec.name][device] for part in positions])
+                position[device, :size] = flat[:size]
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
             first = pad(first.reshape(many.client_id.shape))

@@ -201,9 +201,9 @@ class Simulation:
         """Runs one call of about `CALL_SECONDS`, not beyond round `stop`.
 
         The state is whole when it returns: between two calls a caller may save, or stop
-        and continue later. Plans of the next window are made while the device computes.
-        If an evaluation `is_due` after its last round, it follows on the device without
-        waiting for the host, and `evaluate` reads it.
+        and continue later. As many rounds of the next window are planned while the
+        device computes. If an evaluation `is_due` after the last round, it follows on
+        the device without waiting for the host, and `evaluate` reads it.
         """
         self.start()
         for call in self.calls:
@@ -212,6 +212,7 @@ class Simulation:
         if begin >= stop:
             return
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
+        end, is_planned = max(self.rounds, stop), False
         until = min(begin + self._rounds_per_call, stop, window.end)
         for index, call in enumerate(self.calls):
             # A call is ahead if an exception came between two of them.
@@ -228,8 +229,11 @@ class Simulation:
             try:
                 if is_due(until) and self._evaluates_ahead:
                     call.evaluated = self._evaluated(call)
-                if ahead is None and until == window.end < max(self.rounds, stop):
-                    ahead = self.windows.make(until, max(self.rounds, stop))
+                if not is_planned and until == window.end < end:
+                    ahead = self.windows.make(until, end)
+                elif not is_planned and window.end < end:
+                    self.windows.prepare(window.end, end, until - begin)
+                is_planned = True
                 if ahead is not None:
                     self.rows.during(call, ahead.rows)
             finally:
