@@ -413,8 +413,11 @@ class Planner:
             count = spec.epochs * spec.rows(owned)
             position = np.zeros((self._devices, spec.epochs * capacity), np.int32)
             for device, size in enumerate(count.sum(1)):
-                flat = np.concatenate([part[spec.name][device] for part in positions])
-                position[device, :size] = flat[:size]
+                rest = position[device, :size]
+                for part in positions:
+                    flat = part[spec.name][device][: len(rest)]
+                    rest[: len(flat)] = flat
+                    rest = rest[len(flat) :]
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
             first = pad(first.reshape(many.client_id.shape))

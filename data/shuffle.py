@@ -7,7 +7,7 @@ import numpy as np
 # The upper half of a key is random and the lower half is the position, because sorting
 # plain numbers is two to three times faster than an argsort.
 POSITION = np.uint64(2**32 - 1)
-BLOCK_WORDS = 1 << 16
+BLOCK_WORDS = 1 << 17
 
 
 def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:

@@ -86,7 +86,7 @@ class Simulation:
         given = planner, len(seeds), self.calls, specs, execution, self.rows
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
-        self._rounds_per_call = 1
+        self._rounds_per_call, self._has_evaluated = 1, False
 
     @property
     def round(self) -> int:
@@ -286,6 +286,7 @@ class Simulation:
                 for prefix, (one, _) in zip([*parts][1:], every[1:], strict=True):
                     values |= metric_kinds.prefixed(prefix, one)
                 out.append((values | rounds, every[0][1]))
+        self._has_evaluated = True
         return out
 
     @property
@@ -294,9 +295,9 @@ class Simulation:
 
         It cannot where the host has rows, and should not if it has to be compiled.
         """
-        program = self.program
-        is_ready = bool(program.of_clients.executables) and not program.scoring.adapts
-        return is_ready and not self.rows.goes_by_block(program.algorithm)
+        adapts = self.program.scoring.adapts is not None
+        goes_by_block = self.rows.goes_by_block(self.program.algorithm)
+        return self._has_evaluated and not adapts and not goes_by_block
 
     def _evaluated(self, call: Call) -> tuple[dict[str, Any], dict[str, list]]:
         """Dispatches an evaluation of a call's state, without waiting for results.
@@ -373,7 +374,7 @@ class Simulation:
         """Continues with clients in other chunks, which only changes the speed."""
         self.program, self.execution = program, execution
         self.windows.compute(planner, execution)
-        self._window = None
+        self._window, self._has_evaluated = None, False
 
     @property
     def programs(self) -> tuple[str, ...]:
