@@ -5,7 +5,9 @@ all methods get the same clients, nor on history, so that a run can resume. A cl
 draws are named by (seed, round, client), not by its place in the cohort.
 """
 
+import concurrent.futures
 import heapq
+import os
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -42,33 +44,35 @@ def orders(
         int32[sum(epochs * spec.rows(num_rows))]: the positions of each client's rows,
         epoch after epoch, for one client after another.
     """
-    epochs, num_rows = spec.epochs, np.asarray(num_rows, np.int64)
+    num_rows = np.asarray(num_rows, np.int64)
     round, used = np.broadcast_to(round, client.shape), spec.rows(num_rows)
-    length = epochs * used
-    first = np.cumsum(length) - length
-    out = np.zeros(int(length.sum()), np.int32)
-    name = zlib.crc32(spec.name.encode())
-    for part in shuffle.alike(num_rows, epochs):
-        words = rng.hashed(
-            seed,
-            "engine.batches",
-            round[part, None, None],
-            client[part, None, None],
-            name,
-            np.arange(epochs)[:, None],
-            np.arange(int(num_rows[part].max())),
-        )
+    end = np.cumsum(spec.epochs * used)
+    first, total = end - spec.epochs * used, int(end[-1]) if len(end) else 0
+    # What is left out of an epoch goes behind the end.
+    out = np.zeros(total + 1, np.int32)
+    name, epoch = zlib.crc32(spec.name.encode()), np.arange(spec.epochs)[:, None]
+
+    def draw(part: np.ndarray) -> None:
+        place = np.arange(int(num_rows[part].max()))
+        who = round[part, None, None], client[part, None, None]
+        words = rng.hashed(seed, "engine.batches", *who, name, epoch, place)
         order = shuffle.positions(words, num_rows[part, None])
-        is_used = np.arange(order.shape[-1]) < used[part, None, None]
-        is_used = np.broadcast_to(is_used, order.shape)
-        out[_ranges(first[part], length[part])] = order[is_used]
-    return out
+        begin, size = first[part[0]], used[part, None, None]
+        if end[part[-1]] - begin == order.size and (size == len(place)).all():
+            out[begin : begin + order.size] = order.reshape(-1)
+        else:
+            index = first[part, None, None] + epoch * size + place
+            out[np.where(place < size, index, total)] = order
 
-
-def _ranges(first: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Joins the ranges first..first + length - 1 of all pairs."""
-    before = np.cumsum(length) - length
-    return np.repeat(first - before, length) + np.arange(int(length.sum()))
+    parts = list(shuffle.alike(num_rows, spec.epochs))
+    if total < shuffle.BLOCK_WORDS:
+        for part in parts:
+            draw(part)
+    else:
+        # Numpy computes a block without the interpreter's lock.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(draw, parts))
+    return out[:total]
 
 
 class Planner:
@@ -339,6 +343,29 @@ class Planner:
         average = int(np.ceil(self.round_examples * num_rounds * share))
         return shapes.rounded_up_finely(max(average, int(by_device.max()), 1))
 
+    def positions(
+        self, seed_index: int, first_round: int, drawn: Sequence[types.Cohort]
+    ) -> dict[str, list[np.ndarray]]:
+        """The `orders` int32[n] of each device by plan, in consecutive rounds.
+
+        `drawn` are these rounds as `drawn` returns them.
+        """
+        every = np.stack([one.client_id for one in drawn])
+        place = self._by_device(*every.shape)
+        client, round = every.reshape(-1)[place], first_round + place // every.shape[1]
+        owned, seed = self.owned(seed_index, client), self._seeds[seed_index]
+        found = {}
+        for spec in self._specs:
+            flat = orders(seed, round.ravel(), client.ravel(), owned.ravel(), spec)
+            ends = np.cumsum(spec.epochs * spec.rows(owned).sum(1))[:-1]
+            found[spec.name] = np.split(flat, ends)
+        return found
+
+    def _by_device(self, num_rounds: int, size: int) -> np.ndarray:
+        """int[D, n]: the places of each device's rows in rounds of `size` rows."""
+        place = np.arange(num_rounds * size).reshape(num_rounds, self._devices, -1)
+        return place.swapaxes(0, 1).reshape(self._devices, -1)
+
     def window(
         self,
         seed_index: int,
@@ -346,6 +373,8 @@ class Planner:
         num_rounds: int,
         length: int,
         capacity: int,
+        drawn: Sequence[types.Cohort] = (),
+        positions: Sequence[dict[str, list[np.ndarray]]] = (),
     ) -> types.Cohort:
         """Draws several rounds with their plans, padded to `length` rounds.
 
@@ -355,19 +384,20 @@ class Planner:
                 are zero and have no clients.
             capacity: Room for the examples of a device in an epoch of all these rounds,
                 raised if they have more.
+            drawn: These rounds as `drawn` returns them, empty = draw them now.
+            positions: Parts of these and perhaps later rounds, one after another, as
+                `positions` returns them, empty = draw them now.
 
         Returns:
             A cohort of leaves [length, ...], with each plan as a `types.WindowPlan`.
         """
         rounds = range(first_round, first_round + num_rounds)
-        drawn = [self.drawn(seed_index, one) for one in rounds]
+        drawn = drawn or [self.drawn(seed_index, one) for one in rounds]
         many = jax.tree.map(lambda *leaves: np.stack(leaves), *drawn)
+        positions = positions or [self.positions(seed_index, first_round, drawn)]
         # The rows of one device in all rounds come before those of the next device.
-        place = np.arange(many.client_id.size).reshape(num_rounds, self._devices, -1)
-        place = place.swapaxes(0, 1).reshape(self._devices, -1)
-        client = many.client_id.reshape(-1)[place]
-        owned = self.owned(seed_index, client)
-        round = first_round + place // many.client_id.shape[1]
+        place = self._by_device(*many.client_id.shape)
+        owned = self.owned(seed_index, many.client_id.reshape(-1)[place])
         capacity = max(capacity, int(owned.sum(1).max()), 1)
         taken, many = self._cut(seed_index, first_round, many)
 
@@ -380,12 +410,14 @@ class Planner:
 
         plans = {}
         for spec in self._specs:
-            seed, count = self._seeds[seed_index], spec.epochs * spec.rows(owned)
-            flat = orders(seed, round.ravel(), client.ravel(), owned.ravel(), spec)
+            count = spec.epochs * spec.rows(owned)
             position = np.zeros((self._devices, spec.epochs * capacity), np.int32)
-            ends = np.cumsum(count.sum(1))[:-1]
-            for line, part in zip(position, np.split(flat, ends), strict=True):
-                line[: len(part)] = part
+            for device, size in enumerate(count.sum(1)):
+                rest = position[device, :size]
+                for part in positions:
+                    flat = part[spec.name][device][: len(rest)]
+                    rest[: len(flat)] = flat
+                    rest = rest[len(flat) :]
             first = np.zeros(many.client_id.size, np.int32)
             first[place] = np.cumsum(count, 1) - count
             first = pad(first.reshape(many.client_id.shape))
@@ -491,15 +523,21 @@ def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
     and `work` int[C] is what each computes. `devices` is D, a divisor of C. Returns
     int[C], the rows of one device after those of another, the same number of each.
     """
+    if devices == 1:
+        return index
     each = len(index) // devices
     found: list[list[int]] = [[] for _ in range(devices)]
-    loads = [(0, device) for device in range(devices)]
-    work = np.where(index < 0, 0, work)
-    for place in np.argsort(-work, kind="stable").tolist():
-        load, device = heapq.heappop(loads)
+    # A load and its device as one number, load * D + device
+    loads = list(range(devices))
+    added = np.where(index < 0, 0, work).astype(np.int64) * devices
+    places = np.argsort(-added, kind="stable")
+    for place, more in zip(places.tolist(), added[places].tolist(), strict=True):
+        device = loads[0] % devices
         found[device].append(place)
         if len(found[device]) < each:
-            heapq.heappush(loads, (load + int(work[place]), device))
+            heapq.heapreplace(loads, loads[0] + more)
+        else:
+            heapq.heappop(loads)
     return index[np.sort(np.array(found), axis=1).reshape(-1)]
 
 

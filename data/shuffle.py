@@ -7,7 +7,7 @@ import numpy as np
 # The upper half of a key is random and the lower half is the position, because sorting
 # plain numbers is two to three times faster than an argsort.
 POSITION = np.uint64(2**32 - 1)
-BLOCK_WORDS = 1 << 18
+BLOCK_WORDS = 1 << 17
 
 
 def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
@@ -17,9 +17,9 @@ def alike(count: np.ndarray, words_each: int = 1) -> Iterator[np.ndarray]:
     `words_each` is the number of shuffles of each. Yields int64[m] indices into `count`
     in blocks whose words fit into a processor's cache.
     """
+    order = np.argsort(count, kind="stable")
+    order = order[np.searchsorted(count[order], 0, "right") :]
     length = np.frexp(np.maximum(count - 1, 0))[1]  # bits: 2 ** length >= count
-    order = np.argsort(length, kind="stable")
-    order = order[count[order] > 0]
     ends = np.flatnonzero(np.diff(length[order])) + 1
     for part in np.split(order, ends):
         if len(part):
@@ -37,6 +37,8 @@ def positions(words: np.ndarray, count: np.ndarray) -> np.ndarray:
     """
     place = np.arange(words.shape[-1], dtype=np.uint64)
     count = np.asarray(count).astype(np.uint64)[..., None]
-    keys = np.where(place < count, words & ~POSITION | place, ~np.uint64(0))
+    keys = words & ~POSITION
+    keys |= np.where(place < count, place, ~np.uint64(0))
     keys.sort(axis=-1)
-    return np.where(place < count, (keys & POSITION).astype(np.int32), np.int32(-1))
+    # The lower half: a position, or the -1 of the last keys.
+    return keys.astype(np.uint32).view(np.int32)

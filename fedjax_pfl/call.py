@@ -89,6 +89,7 @@ class Call:
         round: Rounds done.
         pending: (metrics, messages, diverged, simulated seconds, work) of a call not
             yet accounted for.
+        evaluated: What was dispatched to evaluate the present state, None = nothing.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
@@ -101,6 +102,7 @@ class Call:
     state: types.RoundState | None = None
     round: int = 0
     pending: tuple[Any, jax.Array, jax.Array, Any, Work] | None = None
+    evaluated: Any = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
 
     @property
@@ -115,6 +117,7 @@ class Call:
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None
+        self.evaluated = None
         self.metrics = {
             name: (sums[self.rows], counts[self.rows])
             for name, (sums, counts) in metrics.items()
@@ -128,6 +131,8 @@ class Call:
         # the new state is stored, or an interrupt could lose both.
         state, *measured = executable(*args)
         self.state, self.round, self.pending = state, until, (*measured, work)
+        self.evaluated = None
+        execution.read_soon(measured)
 
     def settle(self, totals: Totals) -> None:
         """Waits for the pending call of the program and adds its counts, once."""

@@ -186,6 +186,12 @@ def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
     return {width: between(width) for width in shared}
 
 
+def read_soon(tree: Any) -> None:
+    """Starts to copy arrays to the host as soon as they are computed."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.copy_to_host_async()
+
+
 def place(tree: Any, where: jax.sharding.Sharding | layout.Format) -> Any:
     """Arrays of the host, equal in all processes, as arrays on their devices.
 

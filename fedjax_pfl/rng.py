@@ -71,10 +71,19 @@ def generator(seed: int, tag: str | int, *ids: int) -> np.random.Generator:
 
 
 def _mixed(words: np.ndarray) -> np.ndarray:
-    """A bijection of uint64: every bit depends on all (splitmix64's finalizer)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    """A bijection of uint64: every bit depends on all (splitmix64's finalizer).
+
+    It is computed in place, since new arrays cost more than the arithmetic.
+    """
+    shifted = words >> np.uint64(30)
+    words ^= shifted
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    np.right_shift(words, np.uint64(27), out=shifted)
+    words ^= shifted
+    words *= np.uint64(0x94D049BB133111EB)
+    np.right_shift(words, np.uint64(31), out=shifted)
+    words ^= shifted
+    return words
 
 
 def hashed(seed: int, tag: str | int, *ids: int | np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ class Simulation:
         given = planner, len(seeds), self.calls, specs, execution, self.rows
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
-        self._rounds_per_call = 1
+        self._rounds_per_call, self._has_evaluated = 1, False
 
     @property
     def round(self) -> int:
@@ -195,11 +195,15 @@ class Simulation:
         while self.round < stop:
             self.advance(stop)
 
-    def advance(self, stop: int) -> None:
+    def advance(
+        self, stop: int, is_due: Callable[[int], bool] = lambda round: False
+    ) -> None:
         """Runs one call of about `CALL_SECONDS`, not beyond round `stop`.
 
         The state is whole when it returns: between two calls a caller may save, or stop
-        and continue later. Plans of the next window are made while the device computes.
+        and continue later. As many rounds of the next window are planned while the
+        device computes. If an evaluation `is_due` after the last round, it follows on
+        the device without waiting for the host, and `evaluate` reads it.
         """
         self.start()
         for call in self.calls:
@@ -208,6 +212,7 @@ class Simulation:
         if begin >= stop:
             return
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
+        end, is_planned = max(self.rounds, stop), False
         until = min(begin + self._rounds_per_call, stop, window.end)
         for index, call in enumerate(self.calls):
             # A call is ahead if an exception came between two of them.
@@ -222,8 +227,13 @@ class Simulation:
             started = time.perf_counter()
             call.advance(executable, args, until, work)
             try:
-                if ahead is None and until == window.end < max(self.rounds, stop):
-                    ahead = self.windows.make(until, max(self.rounds, stop))
+                if is_due(until) and self._evaluates_ahead:
+                    call.evaluated = self._evaluated(call)
+                if not is_planned and until == window.end < end:
+                    ahead = self.windows.make(until, end)
+                elif not is_planned and window.end < end:
+                    self.windows.prepare(window.end, end, until - begin)
+                is_planned = True
                 if ahead is not None:
                     self.rows.during(call, ahead.rows)
             finally:
@@ -262,21 +272,9 @@ class Simulation:
         for call in self.calls:
             call.settle(self.totals)
             self.rows.after(call)
-            parts, found, shared = call.partition.measured(), {}, {}
-            for block in self._blocks(call):
-                members = self._members(call, block)
-                for name, partition in parts.items():
-                    args = self._evaluate_args(call, block, partition)
-                    if name not in shared:
-                        of_shared = self._computed(self.program.of_shared, args[:-1])
-                        shared[name] = of_shared
-                    of_clients = self._computed(self.program.of_clients, args)
-                    if members is not None:
-                        args = *args[:-1], members
-                        adapted = self._computed(self.program.of_adapted, args)
-                        of_clients["adapted"] = adapted
-                    found.setdefault(name, []).append((block.ids, of_clients))
-                del block, args  # their memory is free before the next
+            shared, found = jax.device_get(call.evaluated or self._evaluated(call))
+            call.evaluated = None
+            parts = call.partition.measured()
             what = self.program.algorithm, self.program.scoring.score
             measured = [
                 call.measured(partition, shared[name], found[name], *what)
@@ -288,7 +286,42 @@ class Simulation:
                 for prefix, (one, _) in zip([*parts][1:], every[1:], strict=True):
                     values |= metric_kinds.prefixed(prefix, one)
                 out.append((values | rounds, every[0][1]))
+        self._has_evaluated = True
         return out
+
+    @property
+    def _evaluates_ahead(self) -> bool:
+        """Whether an evaluation can be dispatched before its rounds are done.
+
+        It cannot where the host has rows, and should not if it has to be compiled.
+        """
+        adapts = self.program.scoring.adapts is not None
+        goes_by_block = self.rows.goes_by_block(self.program.algorithm)
+        return self._has_evaluated and not adapts and not goes_by_block
+
+    def _evaluated(self, call: Call) -> tuple[dict[str, Any], dict[str, list]]:
+        """Dispatches an evaluation of a call's state, without waiting for results.
+
+        Returns (`of_shared`, [(clients of a block, their `of_clients`)]), both by the
+        names of `Partition.measured`.
+        """
+        program, shared, found = self.program, {}, {}
+        for block in self._blocks(call):
+            members = self._members(call, block)
+            for name, partition in call.partition.measured().items():
+                args = self._evaluate_args(call, block, partition)
+                if name not in shared:
+                    shared[name] = self._dispatched(program.of_shared, args[:-1])
+                of_clients = self._dispatched(program.of_clients, args)
+                if members is not None:
+                    args = *args[:-1], members
+                    adapted = self._dispatched(program.of_adapted, args)
+                    of_clients["adapted"] = adapted
+                found.setdefault(name, []).append((block.ids, of_clients))
+            if self.rows.goes_by_block(program.algorithm):
+                jax.block_until_ready(found)
+            del block, args  # their memory is free before the next
+        return shared, found
 
     def _members(self, call: Call, block: kinds.Block) -> types.Cohort | None:
         """The clients of a block, [S, ...], with the plan by which they adapt."""
@@ -328,10 +361,12 @@ class Simulation:
 
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
 
-    def _computed(self, function: program_lib.Compiled, args: tuple) -> Any:
+    def _dispatched(self, function: program_lib.Compiled, args: tuple) -> Any:
         executable, seconds = self._compiled(function, args)
         self.compile_seconds += seconds
-        return jax.tree.map(np.asarray, jax.device_get(executable(*args)))
+        out = executable(*args)
+        execution_lib.read_soon(out)
+        return out
 
     def compute(
         self, program: program_lib.Program, planner: Planner, execution: types.Execution
@@ -339,7 +374,7 @@ class Simulation:
         """Continues with clients in other chunks, which only changes the speed."""
         self.program, self.execution = program, execution
         self.windows.compute(planner, execution)
-        self._window = None
+        self._window, self._has_evaluated = None, False
 
     @property
     def programs(self) -> tuple[str, ...]:

@@ -26,9 +26,6 @@ class Planner(Protocol):
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """The cohort of a round, without plans."""
 
-    def examples(self, seed_index: int, round: int) -> np.ndarray:
-        """int[D]: train rows of all clients of a round, by device."""
-
     def rows_per_device(self, round: int) -> int:
         """The rows of each device in the cohort of a round."""
 
@@ -42,11 +39,19 @@ class Planner(Protocol):
         num_rounds: int,
         length: int,
         capacity: int,
+        drawn: Sequence[types.Cohort],
+        positions: Sequence[Any],
     ) -> types.Cohort:
         """Cohorts of `num_rounds` rounds, leaves [length, ...], padded with zeros.
 
-        Their plans have room for `capacity` examples of a device.
+        Their plans have room for `capacity` examples of a device. `drawn` are these
+        rounds, and `positions` parts of them, as functions of these names return them.
         """
+
+    def positions(
+        self, seed_index: int, first_round: int, drawn: Sequence[types.Cohort]
+    ) -> Any:
+        """The plans of consecutive rounds, for `window`."""
 
     def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
         """Steps int[...] of clients int[...] in each plan, by its name."""
@@ -70,6 +75,22 @@ class Window(NamedTuple):
     cohorts: list[types.Cohort]
     work: list[Work]
     rows: Any
+
+
+class Upcoming(NamedTuple):
+    """The first rounds of the window that begins with round `first`.
+
+    `drawn` has the cohorts of each seed, by round. `parts` has the positions of each
+    seed, in parts of some rounds. `fits` is that of `Rows.room`. `needed` are the
+    examples of each seed and device, with those of the first round that found no room.
+    """
+
+    first: int
+    fits: Any
+    drawn: tuple[list[types.Cohort], ...] = ()
+    parts: tuple[list[Any], ...] = ()
+    needed: Any = 0
+    is_full: bool = False
 
 
 def window_rounds(
@@ -133,6 +154,7 @@ class Windows:
         """Prepares the windows of a run; `specs` are the algorithm's plans."""
         self.planner, self._seeds = planner, range(num_seeds)
         self._calls, self._execution, self._rows = calls, execution, rows
+        self._upcoming: Upcoming | None = None
         cohort, examples = planner.drawn(0, 0), planner.round_examples
         self.length = window_rounds(cohort, specs, examples)
         # Slightly less than the longest window needs, so that windows are full
@@ -141,6 +163,16 @@ class Windows:
     def compute(self, planner: Planner, execution: types.Execution) -> None:
         """Continues with clients in other chunks."""
         self.planner, self._execution = planner, execution
+        self._upcoming = None
+
+    def prepare(self, first: int, end: int, num_rounds: int) -> None:
+        """Plans some more rounds, before `end`, of the window that begins at `first`.
+
+        `make` takes what is there and plans the rest.
+        """
+        known = self._begun(first)
+        most = min(num_rounds, end - first - len(known.drawn))
+        self._upcoming = self._extended(known, most)
 
     def make(self, first: int, end: int) -> Window:
         """The window that begins with round `first`, before `end`, on the devices.
@@ -148,12 +180,16 @@ class Windows:
         It has as many rounds as there is room for. A round that needs more room gets
         it, so that the rows of a state may be more afterwards.
         """
-        count, needed = self._fitting(first, end - first)
-        if not count:
-            count = 1
-            self.capacity = max(self.capacity, shapes.rounded_up_finely(needed))
-            self._rows.grow(self.planner.drawn(seed, first) for seed in self._seeds)
-        planned = [self._planned(seed, first, count) for seed in self._seeds]
+        known = self._begun(first)
+        known = self._extended(known, end - first - len(known.drawn))
+        if not known.drawn:
+            known = known._replace(drawn=(self._drawn(first),))
+            needed = shapes.rounded_up_finely(int(np.max(known.needed)))
+            self.capacity = max(self.capacity, needed)
+            self._rows.grow(known.drawn[0])
+        count = len(known.drawn)
+        planned = [self._planned(seed, known) for seed in self._seeds]
+        self._upcoming = known = None  # their memory is free before they are placed
         costs = [
             work_of(self.planner, seed, one, self._execution)
             for seed, one in enumerate(planned)
@@ -169,29 +205,58 @@ class Windows:
         ]
         return Window(first, first + count, cohorts, work, rows)
 
-    def _planned(self, seed: int, first: int, count: int) -> types.Cohort:
-        return self.planner.window(seed, first, count, self.length, self.capacity)
+    def _planned(self, seed: int, known: Upcoming) -> types.Cohort:
+        drawn = [of_round[seed] for of_round in known.drawn]
+        size = len(drawn), self.length, self.capacity
+        parts = [part[seed] for part in known.parts]
+        return self.planner.window(seed, known.first, *size, drawn, parts)
 
-    def _fitting(self, first: int, most: int) -> tuple[int, int]:
-        """(rounds from `first` on for which there is room, examples with one more)."""
-        needed, fits = np.zeros(1, np.int64), self._rows.room()
-        rows_per_device = self.planner.rows_per_device(first)
-        for count in range(min(self.length, most)):
-            round = first + count
-            if self.planner.rows_per_device(round) != rows_per_device:
-                return count, int(needed.max())
-            found = [self.planner.examples(seed, round) for seed in self._seeds]
-            needed = needed + np.stack(found)
-            drawn = (self.planner.drawn(seed, round) for seed in self._seeds)
-            if needed.max() > self.capacity or not fits(drawn):
-                return count, int(needed.max())
-        return min(self.length, most), 0
+    def _drawn(self, round: int) -> list[types.Cohort]:
+        """A round's cohort of each seed, without plans."""
+        return [self.planner.drawn(seed, round) for seed in self._seeds]
+
+    def _begun(self, first: int) -> Upcoming:
+        """What is planned of the window that begins at `first`."""
+        known = self._upcoming
+        is_it = known is not None and known.first == first
+        return known if is_it else Upcoming(first, self._rows.room())
+
+    def _extended(self, known: Upcoming, most: int) -> Upcoming:
+        """Plans at most so many more rounds, as long as there is room."""
+        rows_per_device = self.planner.rows_per_device(known.first)
+        begin, needed, is_full = known.first + len(known.drawn), known.needed, False
+        found: list[list[types.Cohort]] = []
+        if known.is_full:
+            return known
+        for round in range(begin, min(begin + most, known.first + self.length)):
+            is_full = self.planner.rows_per_device(round) != rows_per_device
+            if is_full:
+                break
+            drawn = self._drawn(round)
+            rows = [self.planner.owned(i, one.client_id) for i, one in enumerate(drawn)]
+            rows = np.reshape(rows, (len(rows), self._execution.num_devices, -1))
+            needed = needed + rows.sum(2)
+            is_full = needed.max() > self.capacity or not known.fits(drawn)
+            if is_full:
+                break
+            found.append(drawn)
+        parts = known.parts
+        if found:
+            part = [
+                self.planner.positions(seed, begin, [one[seed] for one in found])
+                for seed in self._seeds
+            ]
+            parts = *parts, part
+        new = (*known.drawn, *found), parts, needed, is_full
+        return Upcoming(known.first, known.fits, *new)
 
     def plan_bytes(self) -> float:
         """Bytes of plans per round for one seed, in a window as full as possible."""
-        count = max(self._fitting(0, self.length)[0], 1)
-        window = self._planned(0, 0, count)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(window.plans)) / count
+        known = self._extended(Upcoming(0, self._rows.room()), self.length)
+        if not known.drawn:
+            known = known._replace(drawn=(self._drawn(0),))
+        leaves = jax.tree.leaves(self._planned(0, known).plans)
+        return sum(leaf.nbytes for leaf in leaves) / len(known.drawn)
 
     def _placed(self, cohorts: types.Cohort) -> types.Cohort:
         """A window on the devices, which get only the plans of their own rows."""

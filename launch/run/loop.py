@@ -84,7 +84,7 @@ def run(run: Run, listeners: Sequence[Listener], stop: Stop, until: int) -> None
             (run.round < until and not run.is_over) or run.is_due(run.round)
         ):
             # A call is ended early by an evaluation or a checkpoint.
-            run.simulation.advance(min(run.next_stop(every), until))
+            run.simulation.advance(min(run.next_stop(every), until), run.is_due)
             stop.agree()
             records = run.measure()
             for one in listeners:

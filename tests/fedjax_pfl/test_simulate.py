@@ -62,11 +62,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.planner, name)
 
-    def window(self, seed_index, first_round, num_rounds, length, capacity):
+    def window(self, seed_index, first_round, num_rounds, length, *more):
         self.tell(first_round, num_rounds, length)
-        return self.planner.window(
-            seed_index, first_round, num_rounds, length, capacity
-        )
+        return self.planner.window(seed_index, first_round, num_rounds, length, *more)
 
 
 @pytest.fixture
@@ -237,6 +235,46 @@ def test_a_round_that_needs_more_makes_room(monkeypatch):
         assert first < window.end <= 200
         first = window.end
     assert alone == 1
+
+
+def test_windows_planned_in_parts_are_those_planned_at_once(unequal):
+    """Beside the calls of the window before, to its middle or beyond what has room."""
+    (ahead, at_once), first = (
+        [make(unequal, rounds=200, num_seeds=2).simulation.windows for _ in range(2)],
+        0,
+    )
+    for parts in ((), (1, 2), (30, 30, 30)):
+        for count in parts:
+            ahead.prepare(first, 200, count)
+        one, other = ahead.make(first, 200), at_once.make(first, 200)
+        assert one[:2] == other[:2]
+        chex.assert_trees_all_equal(one.cohorts, other.cohorts)
+        chex.assert_trees_all_equal(one.work, other.work)
+        first = one.end
+    assert first == 200 or ahead.length < 200 / 3
+
+
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_an_evaluation_behind_its_rounds_is_that_of_the_state(unequal, num_seeds):
+    """It is dispatched once its programs are there, read once, and not read late."""
+    given = {"eval_every": 1, "num_seeds": num_seeds}
+    ahead, apart = make(unequal, **given), make(unequal, **given)
+    for stop in range(1, ROUNDS + 1):
+        ahead.simulation.advance(stop, ahead.is_due)
+        apart.simulation.advance_to(stop)
+        every = [call.evaluated for call in ahead.simulation.calls]
+        assert all(one is not None for one in every) == (stop > 1)
+        for one, other in zip(ahead.measure(), apart.measure(), strict=True):
+            assert one | {"seconds": 0} == other | {"seconds": 0}
+        assert not any(call.evaluated for call in ahead.simulation.calls)
+    assert digest(ahead) == digest(apart)
+    # Nobody has read it before the next call.
+    ahead.extend(ROUNDS + 2)
+    ahead.simulation.advance(ROUNDS + 1, ahead.is_due)
+    ahead.simulation.advance_to(ROUNDS + 2)
+    apart.extend(ROUNDS + 2).simulation.advance_to(ROUNDS + 2)
+    for one, other in zip(ahead.measure(), apart.measure(), strict=True):
+        assert one | {"seconds": 0} == other | {"seconds": 0}
 
 
 def test_stops_do_not_matter(whole, unequal):

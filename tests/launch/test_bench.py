@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.bench import __main__ as bench
-from launch.bench import forms
+from launch.bench import forms, host
 
 
 def test_bench_prints_one_json_object_last(blobs, capsys):
@@ -42,6 +42,18 @@ def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
     out = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert out["reference_seconds_per_round"] > 0
     assert out["round_over_reference"] > 0
+
+
+def test_bench_times_the_work_of_the_host(capsys, monkeypatch):
+    """Of calls, evaluations and plans; nothing else is measured."""
+    monkeypatch.setattr(host, "REPEATS", 5)
+    monkeypatch.setattr(host, "COHORTS", (10,))
+    bench.command(["bench", "--call", "--devices=1"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    out = json.loads(last)
+    assert out["algo"] == "fedavg" and len(lines) >= 2
+    assert all(out[name] > 0 for name in ("call_ms", "advance_ms", "read_ms"))
+    assert list(out["plan_ms"]) == ["10"]
 
 
 @pytest.mark.slow
