@@ -72,16 +72,6 @@ def machine(summary: Mapping[str, Any]) -> str:
     return f"{where}; {', '.join([own, *others])}"
 
 
-def machines(runs: Sequence[record.Record], names: Sequence[str]) -> list[str]:
-    """A line for each different `machine`, with its runs if there are several."""
-    found: dict[str, list[str]] = {}
-    for run, name in zip(runs, names, strict=True):
-        found.setdefault(machine(run.summary), []).append(name)
-    if len(found) == 1:
-        return list(found)
-    return [f"{', '.join(those)}: {text}" for text, those in found.items()]
-
-
 def command(run: record.Record) -> str:
     """A command for a shell that repeats a run wherever its data are.
 

@@ -104,8 +104,8 @@ def test_it_is_whole(folders):
     page = Page(text)
     assert all(part.startswith("#") for part in page.loads)
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
-    # Rounds, messages, seconds; fairness, gain; the loss; the partition.
-    assert text.count("<figure") == 9
+    # Two metrics over rounds; messages, seconds; fairness, gain; losses; the partition.
+    assert text.count("<figure") == 10
     assert svg.INK not in text and "prefers-color-scheme: dark" in text
     assert "over its local model" in page.text
     # Of arrays in memory: only Python can run it again.
@@ -130,7 +130,8 @@ def test_runs_of_two_data_sets(folders, tmp_path):
     page = Page(page_lib.page(page_lib.read([folders[0], tmp_path / "run"])))
     assert "has another data set." in page.text and "points against" not in page.text
     assert "summaries differ: last or mean_last10 (--summary)" in page.text
-    assert f"--flagfile={tmp_path}/run/run.flags" in page.text
+    assert f"--dataset=npz:{tmp_path}/other.npz" in page.text
+    assert "best on arrays, npz:other.npz?" in page.text
     assert f"build.load('{folders[0]}', dataset=...).run()" in page.text
 
 
@@ -186,4 +187,6 @@ def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
     sheet = sheets.Sheet("T", [], [grid])
     page = Page(page_lib.page(entries, tables=[sheet], title=sheet.title))
     assert "99.5 / 98.0 / -1.5" in page.text
-    assert [row[0] for row in page.rows[1:3]] == ["one, IID", "two, IID"]
+    first = [row[0] for row in page.rows]
+    assert first[:2] == ["", "x"]  # the paper's table before that of the runs
+    assert first[2:5] == ["run", "one, IID", "two, IID"]
