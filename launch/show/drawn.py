@@ -12,6 +12,7 @@ from launch.folder import finished, record
 from launch.show import curves, figures, looks, svg, words
 
 MAX_BUBBLES, MAX_CLASSES = 60, 200
+MAX_FIGURES = 6  # of a section; one unfolds the others
 MOVES = 0.02  # of the largest value: a smaller change is no curve
 CAPTIONS = {
     "bytes": "Over megabytes of messages.",
@@ -35,15 +36,23 @@ class Entry(NamedTuple):
 def _section(
     title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
 ) -> dict[str, Any]:
-    return {"title": title, "note": note, "figures": figures, "has_legend": has_legend}
+    shown = {"figures": figures[:MAX_FIGURES], "others": figures[MAX_FIGURES:]}
+    return {"title": title, "note": note, **shown, "has_legend": has_legend}
 
 
-def sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
-    """The sections of a page, the first of which has the curves that move."""
+def sections(
+    entries: Sequence[Entry],
+    metric: words.Metric,
+    settings: Mapping[str, Sequence[Entry]] = {},
+) -> list[dict[str, Any]]:
+    """The sections of a page, the first of which has the curves that move.
+
+    With several `settings` of a study it has a picture for each of them.
+    """
     runs = [entry.run for entry in entries]
     titles = f"{metric.title} over messages and time", "Losses and numbers over rounds"
     made = [
-        _main(entries, metric),
+        _main(entries, metric, settings if len(settings) > 1 else {}),
         _section(titles[0], _over(entries, metric)),
         _clients(entries),
         _section(titles[1], _moving(entries)),
@@ -58,7 +67,11 @@ def sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, A
     return [made[0], *(one for one in made[1:] if one["figures"] or one["note"])]
 
 
-def _main(entries: Sequence[Entry], metric: words.Metric) -> dict[str, Any]:
+def _main(
+    entries: Sequence[Entry],
+    metric: words.Metric,
+    settings: Mapping[str, Sequence[Entry]],
+) -> dict[str, Any]:
     """The curves of `metric` and of the other headlines, of those that move."""
     known = [entry.run for entry in entries]
     others = [n for n in words.HEADLINES if any(n in run.kinds for run in known)]
@@ -68,8 +81,27 @@ def _main(entries: Sequence[Entry], metric: words.Metric) -> dict[str, Any]:
     note = ""
     if still := [one.title for one in every if one not in moving]:
         note = f"Not drawn, as they hardly change: {', '.join(still)}."
-    shown = [_curves(entries, one, "rounds", f"{one.title}.") for one in moving]
+    if settings and metric in moving:
+        moving.remove(metric)
+        limits = _limits(metric, [one for found in settings.values() for one in found])
+        shown = [
+            _curves(found, metric, "rounds", f"{metric.title}, {setting}.", limits)
+            for setting, found in settings.items()
+        ]
+    else:
+        shown = []
+    # The others are those of the page's own setting.
+    mine = "".join(f", {n}" for n, found in settings.items() if found is entries)
+    shown += [_curves(entries, m, "rounds", f"{m.title}{mine}.") for m in moving]
     return _section("Over the rounds", shown, note)
+
+
+def _limits(metric: words.Metric, entries: Sequence[Entry]) -> tuple[float, float]:
+    """The limits of an axis on which the curves of all these runs have room."""
+    found = [record.over_seeds(e.run, metric.name, metric.scale)[1] for e in entries]
+    every = np.concatenate(found)
+    low, high = np.nanmin(every), np.nanmax(every)
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
 def _moves(entries: Sequence[Entry], metric: words.Metric) -> bool:
@@ -201,6 +233,7 @@ def _curves(
     metric: words.Metric,
     x: str,
     caption: str,
+    limits: tuple[float, float] | None = None,
 ) -> dict[str, str]:
     """Draws a metric's means over seeds, with their standard deviations."""
     label, place = curves.PLACES[x]
@@ -209,6 +242,7 @@ def _curves(
         curve = record.over_seeds(entry.run, metric.name, metric.scale, place)
         if curve[0]:
             figures.draw_curve(axes, curve, entry.look)
+    axes.set_ylim(limits)
     if x == "rounds":
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     return svg.shown(figure, caption)

@@ -62,11 +62,13 @@ def page(
     control: str = "",
     tables: Sequence[sheets.Sheet] = (),
     title: str = "",
+    settings: Mapping[str, Sequence[Entry]] = {},
 ) -> str:
     """The page about runs as HTML.
 
     `control` is the algorithm or name of the run to compare with, empty = the first
     run, and `tables` are those of papers. An empty `title` is made from the runs.
+    `settings` has the runs of a study by setting, `entries` among them.
     Raises a ValueError if there is no such run, or if the runs have no metric in
     common.
     """
@@ -76,7 +78,7 @@ def page(
     columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
     # The points of a sweep ran together.
     alone = {entry.run.path: entry for entry in entries}.values()
-    first, *sections = drawn.sections(entries, metric)
+    first, *sections = drawn.sections(entries, metric, settings)
     return svg.render(
         "report.html",
         title=title or _title(entries),
@@ -215,7 +217,7 @@ def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
     name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
     sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
-    if sound and metric.better and _has_best(entries):
+    if len(sound) > 1 and metric.better and _has_best(entries):
         means = [one.summary["metrics"][name]["mean"] for one in sound]
         best = (min if metric.better == "lower" else max)(means)
     return [
@@ -347,7 +349,7 @@ def _title(entries: Sequence[Entry]) -> str:
     known = [looks.title(entry.run.flags["algo"]) for entry in entries]
     algos = list(dict.fromkeys(known))
     names = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
-    data = ", ".join(dict.fromkeys(_data_name(entry.run) for entry in entries))
+    data = ", ".join(dict.fromkeys(data_name(entry.run) for entry in entries))
     if len(entries) == 1:
         return f"{names} on {data}"
     if _is_sweep(entries):
@@ -355,7 +357,7 @@ def _title(entries: Sequence[Entry]) -> str:
     return f"Which of {len(entries)} runs is best on {data}? ({names})"
 
 
-def _data_name(run: record.Record) -> str:
+def data_name(run: record.Record) -> str:
     """The data set's name, of a file without its folder."""
     kind, colon, path = run.flags["dataset"].partition(":")
     return f"{kind}{colon}{pathlib.PurePath(path).name}"
