@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pfl.metric_kinds import Kind
+from launch.config import sweep
 from launch.folder import record
 from launch.run import summaries
 from launch.show import (
@@ -76,8 +77,6 @@ def page(
     metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
     base, several = _control(entries, control), len(entries) > 1
     columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
-    # The points of a sweep ran together.
-    alone = {entry.run.path: entry for entry in entries}.values()
     first, *sections = drawn.sections(entries, metric, settings)
     return svg.render(
         "report.html",
@@ -103,8 +102,8 @@ def page(
         sections=sections,
         settings=origin.settings(runs, names),
         commands=list(dict.fromkeys(map(origin.command, runs))),
-        speeds=[(one.name, _speed(one.summary)) for one in alone],
-        machines=_machines(list(alone)),
+        speeds=_speeds(entries),
+        machines=_machines(entries),
     )
 
 
@@ -118,11 +117,18 @@ def _origin(runs: Sequence[record.Record]) -> str:
 
 def _machines(entries: Sequence[Entry]) -> list[str]:
     """A line for each machine or version, [] if `_origin` has the only one."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, None]] = {}
     for entry in entries:
-        found.setdefault(origin.machine(entry.summary), []).append(entry.name)
+        names = found.setdefault(origin.machine(entry.summary), {})
+        names[_name_of_run(entry)] = None
     lines = [f"{', '.join(names)}: {text}." for text, names in found.items()]
     return lines if len(lines) > 1 else []
+
+
+def _name_of_run(entry: Entry) -> str:
+    """The name of a run whose points are those of a sweep, or its own."""
+    name = entry.name.removesuffix(sweep.label(entry.run.point)).strip()
+    return name or looks.title(entry.run.flags["algo"])
 
 
 def _control(entries: Sequence[Entry], wanted: str) -> Entry:
@@ -430,10 +436,16 @@ def _equal(entries: Sequence[Entry]) -> list[str]:
     return [f"{line}." for line in words.equal_parameters(hashes)]
 
 
-def _speed(summary: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{summary['client_updates_per_second']:,.1f}",
-        f"{summary['samples_per_second']:,.0f}",
-        f"{summary['compile_seconds']:.0f}",
-        f"{summary['padding_efficiency']:.2f}",
-    ]
+def _speeds(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """A name and texts for each folder: the points of a sweep ran together."""
+    out: dict[pathlib.Path, tuple[str, list[str]]] = {}
+    for entry in entries:
+        summary = entry.summary
+        texts = [
+            f"{summary['client_updates_per_second']:,.1f}",
+            f"{summary['samples_per_second']:,.0f}",
+            f"{summary['compile_seconds']:.0f}",
+            f"{summary['padding_efficiency']:.2f}",
+        ]
+        out.setdefault(entry.run.path, (_name_of_run(entry), texts))
+    return list(out.values())
