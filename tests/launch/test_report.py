@@ -9,8 +9,8 @@ import pytest
 
 import algorithms
 from launch import build, report, reproduce
-from launch.show import page as page_lib
 from launch.show import drawn, looks, sheets, svg, words
+from launch.show import page as page_lib
 from tests import synthetic
 
 OPTIONS = {
