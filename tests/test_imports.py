@@ -117,7 +117,7 @@ MAY_NAME = {
     },
     "fedavg": {"launch/bench/__main__.py", "launch/bench/torch_loop.py"},
     # What each client gains over its own model.
-    "local": {"launch/show/page.py"},
+    "local": {"launch/show/drawn.py"},
 }
 # The benchmark's plain implementations, each of one algorithm.
 REFERENCES = {

@@ -4,6 +4,8 @@
 `sha256`, its own, and `read` compares all of them.
 """
 
+import contextlib
+import datetime
 import hashlib
 import json
 import math
@@ -11,6 +13,7 @@ import os
 import pathlib
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ import numpy as np
 from data import files
 from fedjax_pfl import json_text
 from launch.config import flagfile
+from launch.machine import devices
 from launch.run import summaries
 from launch.run.run import Run
 
@@ -67,6 +71,10 @@ _KINDS = {
     "device_balance?": _NUMBER,
     "versions?": {str: str},
     "git_commit?": str,
+    "finished?": str,
+    "version?": str,
+    "cpu?": str,
+    "cores?": int,
     "device": str,
 }
 
@@ -243,6 +251,20 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def origin() -> dict[str, Any]:
+    """When and where a run ends, as parts of its summary.
+
+    `finished` is the time in UTC, such as 2026-11-26T00:52Z, `cpu` and `cores` are
+    those of the machine. `version` is that of the installed package and `git_commit`
+    that of the checkout, each only if there is one.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    out = {"finished": f"{now:%Y-%m-%dT%H:%MZ}", **devices.processor()}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        out["version"] = metadata.version("fedjax_pfl")
+    return out | git_commit()
 
 
 def git_commit() -> dict[str, str]:

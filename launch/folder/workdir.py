@@ -388,8 +388,8 @@ class Workdir(loop.Listener):
         # The hash is that of the records, even if the file has changed meanwhile.
         self._write(METRICS, finished.lines(self.records))
         self._write_csv()
-        commit = finished.git_commit()
-        summary = finished.seal(self.path, finished.finite(summary | commit))
+        summary |= finished.origin()
+        summary = finished.seal(self.path, finished.finite(summary))
         self._write(finished.SUMMARY, json.dumps(summary, indent=2) + "\n")
         return summary
 

@@ -95,6 +95,14 @@ def _cpuinfo() -> str:
     return path.read_text() if path.is_file() else ""
 
 
+def processor() -> dict[str, Any]:
+    """The processor's name and its number of cores, as `cpu` and `cores`."""
+    lines = [line.partition(":") for line in _cpuinfo().splitlines()]
+    named = [name for key, _, name in lines if key.strip() == "model name"]
+    named += [platform.processor() or platform.machine()]
+    return {"cpu": " ".join(named[0].split()), "cores": os.cpu_count() or 1}
+
+
 def user_cache() -> pathlib.Path:
     """The user's folder for compiled programs, one per kind of processor.
 

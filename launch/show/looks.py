@@ -12,6 +12,11 @@ COLORS = (
     "#0072B2", "#CCBB44", "#882255", "#009E73",
     "#7A4A1E", "#56B4E9", "#D55E00", "#CC79A7",
 )  # fmt: skip
+# The same hues on the dark page, where the dark ones are lighter
+ON_DARK = (
+    "#2E8BCB", "#CCBB44", "#C04A82", "#009E73",
+    "#A97142", "#7CC8F2", "#D55E00", "#E0A0C4",
+)  # fmt: skip
 MARKERS = "os^DvPX*<>d"
 DASHES = ((), (5, 1.5), (1.2, 1.2), (6, 1.5, 1.2, 1.5), (5, *[1.2] * 5))
 

@@ -1,22 +1,20 @@
 """A page about runs: a self-contained HTML file that loads nothing."""
 
 import pathlib
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-import algorithms
-from data import labels, loaders
 from fedjax_pfl.metric_kinds import Kind
-from launch.config import schema
-from launch.folder import finished, record
+from launch.config import sweep
+from launch.folder import record
 from launch.run import summaries
 from launch.show import (
-    curves,
+    drawn,
     figures,
     looks,
+    origin,
     sheets,
     significance,
     svg,
@@ -24,26 +22,14 @@ from launch.show import (
     words,
 )
 
+Entry = drawn.Entry
+# Metrics beside the headlines that have columns; the others are in a table below
+_COLUMNS = tuple(
+    f"{kind}_{what}"
+    for what in ("accuracy", "perplexity")
+    for kind in ("fine_tuned", "unseen", "unseen_fine_tuned")
+)
 _TESTED = f" Coloured differences are shown by the clients ({significance.TEST})."
-MAX_BUBBLES, MAX_CLASSES = 60, 200
-CAPTIONS = {
-    "rounds": "Over rounds.",
-    "bytes": "Over megabytes of messages.",
-    "seconds": "Over seconds of training on this machine, without compilation.",
-    "clock": "Over simulated seconds.",
-}
-
-
-class Entry(NamedTuple):
-    """A finished run with its name and look on the page."""
-
-    name: str
-    look: looks.Look
-    run: record.Record
-
-    @property
-    def summary(self) -> Mapping[str, Any]:
-        return self.run.summary
 
 
 class Cell(NamedTuple):
@@ -64,6 +50,8 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
     for run in runs:
         if run.summary is None:
             raise ValueError(f"{run.path} holds no finished run")
+    if len(found) == 1 and runs[0].point:
+        names = names or [""]  # The title names the algorithm.
     names = record.names_by_point(found, names) or record.labels(runs)
     names = looks.titles(names)
     own = looks.looks(names)
@@ -75,52 +63,72 @@ def page(
     control: str = "",
     tables: Sequence[sheets.Sheet] = (),
     title: str = "",
+    settings: Mapping[str, Sequence[Entry]] = {},
 ) -> str:
     """The page about runs as HTML.
 
     `control` is the algorithm or name of the run to compare with, empty = the first
     run, and `tables` are those of papers. An empty `title` is made from the runs.
+    `settings` has the runs of a study by setting, `entries` among them.
     Raises a ValueError if there is no such run, or if the runs have no metric in
     common.
     """
-    runs = [entry.run for entry in entries]
+    runs, names = [entry.run for entry in entries], [entry.name for entry in entries]
     metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
-    base = _control(entries, control)
-    columns = _columns(entries, metric, base)
-    flags = [entry.run.flags for entry in entries]
-    names = sorted(set().union(*flags) - schema.names(schema.EXECUTION))
-    values = {name: [one.get(name, "unset") for one in flags] for name in names}
-    seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
+    base, several = _control(entries, control), len(entries) > 1
+    columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
+    first, *sections = drawn.sections(entries, metric, settings)
     return svg.render(
         "report.html",
         title=title or _title(entries),
         setting=_setting(entries),
+        origin=_origin(runs),
         answer=" ".join(
             [_answer(entries, metric, base), *_diverged(entries), *_equal(entries)]
         ),
+        first=first,
         heads=[head for head, _ in columns],
         runs=[
             {
                 "name": figures.named(entry.run, entry.name),
-                "line": svg.line(entry.look),
+                "line": svg.line(entry.look) if several else "",
                 "cells": [cells[number] for _, cells in columns],
-                "speed": _speed(entry.summary),
             }
             for number, entry in enumerate(entries)
         ],
-        legend=(
-            f"{'Percent' if metric.unit else 'Numbers'}"
-            f"{f', mean ± standard deviation of {seeds} seeds' * (seeds > 1)}"
-            f"{_rules(entries)}. {_best(entries)}{_TESTED * (len(entries) > 1)} MB are "
-            "those of all clients in both "
-            "directions, mean over seeds."
-        ),
+        more=_more(entries),
+        legend_of_table=_legend(entries, metric, same),
         tables=tables,
-        sections=_sections(entries, metric),
-        differing=[(n, every) for n, every in values.items() if len(set(every)) > 1],
-        same=[f"--{n}={v[0]}" for n, v in values.items() if len(set(v)) == 1],
-        commands=list(dict.fromkeys(_command_of(entry.run) for entry in entries)),
+        sections=sections,
+        settings=origin.settings(runs, names),
+        commands=list(dict.fromkeys(map(origin.command, runs))),
+        speeds=_speeds(entries),
+        machines=_machines(entries),
     )
+
+
+def _origin(runs: Sequence[record.Record]) -> str:
+    """When and where runs ended, as far as it is one place."""
+    places = {origin.machine(run.summary) for run in runs}
+    where = places.pop() if len(places) == 1 else f"{len(places)} machines or versions"
+    time = origin.when(runs)
+    return f"Finished {time} on {where}." if time else f"Ran on {where}."
+
+
+def _machines(entries: Sequence[Entry]) -> list[str]:
+    """A line for each machine or version, [] if `_origin` has the only one."""
+    found: dict[str, dict[str, None]] = {}
+    for entry in entries:
+        names = found.setdefault(origin.machine(entry.summary), {})
+        names[_name_of_run(entry)] = None
+    lines = [f"{', '.join(names)}: {text}." for text, names in found.items()]
+    return lines if len(lines) > 1 else []
+
+
+def _name_of_run(entry: Entry) -> str:
+    """The name of a run whose points are those of a sweep, or its own."""
+    name = entry.name.removesuffix(sweep.label(entry.run.point)).strip()
+    return name or looks.title(entry.run.flags["algo"])
 
 
 def _control(entries: Sequence[Entry], wanted: str) -> Entry:
@@ -154,18 +162,16 @@ def _columns(
     """The table: each column's head and its cells, one for each run."""
     out = []
     for one in _metrics(entries, record.class_names(base.run)):
+        if not _is_column(one):
+            continue
         out.append((one.title, _cells(entries, one)))
         if one.name != metric.name:
             continue
         if len(entries) > 1:
             cells = _against(entries, base, metric)
             out.append((f"against {base.name}", cells))
-        # The rule `last` gives the same value.
-        last = [e.summary.get("last_round", {}).get(metric.name) for e in entries]
-        rules = [entry.summary["summary"] for entry in entries]
-        if any(end and rule != "last" for end, rule in zip(last, rules, strict=True)):
-            cells = [Cell(metric.text(end) if end else "–") for end in last]
-            out.append(("in the last round", cells))
+        if last := _last(entries, metric):
+            out.append(("in the last round", last))
     bytes_of = [
         [entry.summary["metrics"].get(f"bytes_{way}") for way in ("up", "down")]
         for entry in entries
@@ -174,14 +180,50 @@ def _columns(
     return [*out, ("MB total", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
 
 
+def _is_column(metric: words.Metric) -> bool:
+    return metric.name in (*words.HEADLINES, *_COLUMNS)
+
+
+def _distinct(
+    columns: Sequence[tuple[str, list[Cell]]], kept: str
+) -> tuple[list[tuple[str, list[Cell]]], list[str]]:
+    """The columns without those of one value in all of several runs, and these."""
+    out, same = [], []
+    for head, cells in columns:
+        texts = {cell.text for cell in cells}
+        if len(cells) > 1 and len(texts) == 1 and head != kept:
+            same.append(f"{head} {texts.pop()}")
+        else:
+            out.append((head, cells))
+    return out, same
+
+
+def _last(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
+    """The values of the last round, [] if they are those of the summaries."""
+    # The rule `last` gives the same value.
+    last = [e.summary.get("last_round", {}).get(metric.name) for e in entries]
+    rules = [entry.summary["summary"] for entry in entries]
+    if not any(end and rule != "last" for end, rule in zip(last, rules, strict=True)):
+        return []
+    return [Cell(metric.text(end) if end else "–") for end in last]
+
+
+def _more(entries: Sequence[Entry]) -> list[tuple[str, list[Cell]]]:
+    """The other metrics: a name, and a cell for each run."""
+    classes = record.class_names(entries[0].run)
+    return [
+        (metric.title, _cells(entries, metric))
+        for metric in _metrics(entries, classes)
+        if not _is_column(metric)
+    ]
+
+
 def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
     """A metric of each run; the best is marked among those that did not diverge."""
     name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
     sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
-    # A single run, points of one sweep, or runs of different questions have no best.
-    is_one = len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
-    if sound and metric.better and is_one:
+    if len(sound) > 1 and metric.better and _has_best(entries):
         means = [one.summary["metrics"][name]["mean"] for one in sound]
         best = (min if metric.better == "lower" else max)(means)
     return [
@@ -191,6 +233,11 @@ def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
         )
         for entry, one in zip(entries, found, strict=True)
     ]
+
+
+def _has_best(entries: Sequence[Entry]) -> bool:
+    """Not a single run, points of one sweep, or runs of different questions."""
+    return len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
 
 
 def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
@@ -245,17 +292,30 @@ def _best(entries: Sequence[Entry]) -> str:
     """A sentence about the marked values, or why none is marked."""
     unlike = _unlike(entries)
     if not unlike:
-        return "The best value of a column is bold."
+        return " The best value of a column is bold." * _has_best(entries)
     parts = [
         f"{what} ({'; '.join(', '.join(names) for names in groups)})"
         for what, groups in unlike.items()
     ]
-    return f"No value is marked as the best, as the runs differ in {', '.join(parts)}."
+    return f" No value is marked as the best, as the runs differ in {', '.join(parts)}."
+
+
+def _legend(entries: Sequence[Entry], metric: words.Metric, same: Sequence[str]) -> str:
+    """What the numbers of the table are; `same` are those of all runs."""
+    seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
+    text = "Percent" if metric.unit else "Numbers"
+    text += f", mean ± standard deviation of {seeds} seeds" * (seeds > 1)
+    text += f"{_rules(entries)}.{_best(entries)}"
+    text += _TESTED * (len(entries) > 1)
+    if same:
+        text += f" In all runs: {', '.join(same)}."
+    return f"{text} MB are those of all clients in both directions, mean over seeds."
 
 
 def _rules(entries: Sequence[Entry]) -> str:
     """The summary rules, and the runs that have fewer seeds than others."""
-    rules = dict.fromkeys(words.summary_rule(entry.summary) for entry in entries)
+    known = [words.summary_rule(entry.summary) for entry in entries]
+    rules = ["last round" if rule == "last" else rule for rule in dict.fromkeys(known)]
     counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
     most = max(count for _, count in counts)
     fewer = [f"{name} {count}" for name, count in counts if count < most]
@@ -271,7 +331,7 @@ def _against(entries: Sequence[Entry], base: Entry, metric: words.Metric) -> lis
     arrays = {
         entry.name: record.client_values(entry.run, metric.name)
         for entry in entries
-        if _is_same(entry, base)
+        if drawn.is_same(entry, base)
     }
     found, cells = table.tested(arrays, base.name), []
     for entry, gap in zip(entries, gaps, strict=True):
@@ -292,14 +352,21 @@ def _is_sweep(entries: Sequence[Entry]) -> bool:
 
 
 def _title(entries: Sequence[Entry]) -> str:
-    algos = list(dict.fromkeys(entry.run.flags["algo"] for entry in entries))
+    known = [looks.title(entry.run.flags["algo"]) for entry in entries]
+    algos = list(dict.fromkeys(known))
     names = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
-    data = ", ".join(dict.fromkeys(e.run.flags["dataset"] for e in entries))
+    data = ", ".join(dict.fromkeys(data_name(entry.run) for entry in entries))
     if len(entries) == 1:
         return f"{names} on {data}"
     if _is_sweep(entries):
         return f"{names} on {data}: a sweep of {' and '.join(entries[0].run.point)}"
     return f"Which of {len(entries)} runs is best on {data}? ({names})"
+
+
+def data_name(run: record.Record) -> str:
+    """The data set's name, of a file without its folder."""
+    kind, colon, path = run.flags["dataset"].partition(":")
+    return f"{kind}{colon}{pathlib.PurePath(path).name}"
 
 
 def _setting(entries: Sequence[Entry]) -> str:
@@ -369,152 +436,16 @@ def _equal(entries: Sequence[Entry]) -> list[str]:
     return [f"{line}." for line in words.equal_parameters(hashes)]
 
 
-def _command_of(run: record.Record) -> str:
-    """The command that repeats a run."""
-    given = {
-        "algo": run.flags["algo"] not in algorithms.ALGORITHMS,
-        "dataset": run.flags["dataset"] == loaders.ARRAYS,
-        "model": run.flags.get("model", "").startswith("own_"),
-        "client_model": run.flags.get("client_model", "").startswith("own_"),
-    }
-    if any(given.values()):
-        more = ", ".join(f"{name}=..." for name, is_own in given.items() if is_own)
-        return f"build.load({str(run.path)!r}, {more}).run()  # in Python"
-    path = shlex.quote(str(run.path / finished.RUN_FLAGS))
-    return f"python -m launch.main --flagfile={path}"
-
-
-def _speed(summary: Mapping[str, Any]) -> list[str]:
-    versions = " ".join(f"{k} {v}" for k, v in summary.get("versions", {}).items())
-    commit = summary.get("git_commit", "")[:10]
-    return [
-        f"{summary['client_updates_per_second']:,.1f}",
-        f"{summary['samples_per_second']:,.0f}",
-        f"{summary['compile_seconds']:.0f}",
-        f"{summary['padding_efficiency']:.2f}",
-        str(summary["device"]),
-        f"{versions} {commit}".strip(),
-    ]
-
-
-def _section(
-    title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
-) -> dict[str, Any]:
-    return {"title": title, "note": note, "figures": figures, "has_legend": has_legend}
-
-
-def _sections(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, Any]]:
-    title, runs = metric.title, [entry.run for entry in entries]
-    is_sent = any(row.get("bytes_up") for run in runs for row in run.records)
-    has_clock = all("clock" in run.records[-1] for run in runs)
-    known = {"bytes": is_sent, "clock": has_clock}
-    places = [x for x in CAPTIONS if known.get(x, True)]
-    shown = [_curves(entries, metric, x, CAPTIONS[x]) for x in places]
-    sections = [_section(title, shown), _clients(entries)]
-    if figures.has_two_names(runs):
-        figure, axes = svg.figure("", "")
-        figures.draw_heatmap(axes, runs, metric.name)
-        shown = svg.shown(figure, f"{title}, %, by the summary rule.")
-        sections.insert(0, _section("Sweep", [shown], has_legend=False))
-    if moving := _moving(entries):
-        sections.append(_section("Other metrics over rounds", moving))
-    shown = _bubbles(entries)
-    note = "Train examples of each client and class, first seed."
-    if not shown:
-        note = "A text has no classes."
-    if len(shown) > 1:
-        note += " The runs have different partitions."
-    for names in dict.fromkeys(filter(None, map(record.class_names, runs))):
-        note += f" The classes are, in order: {labels.listed(names, MAX_CLASSES)}."
-    return [*sections, _section("Partition", shown, note, has_legend=False)]
-
-
-def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
-    """The spread of accuracies over clients, and their gains over local training."""
-    is_text = record.is_text(entries[0].run)
-    kind, unit = ("perplexity", "") if is_text else ("accuracy", " (%)")
-    figure, axes = svg.figure("", "")
-    known = [entry for entry in entries if record.has_clients(entry.run)]
-    for entry in known:
-        figures.draw_ecdf(axes, entry.run, entry.look)
-    shown = [svg.shown(figure, f"Fairness: how many clients have which {kind}.")]
-    local = [entry for entry in known if entry.run.flags["algo"] == "local"]
-    others = [entry for entry in known if entry.run.flags["algo"] != "local"]
-    pairs = [(e, local[0]) for e in others if local and _is_same(e, local[0])]
-    if not pairs:
-        note = (
-            "Add a run of --algo=local with the same preset and seeds to see the gain "
-            "of each client."
-        )
-        return _section("Clients", shown, note)
-    figure, axes = svg.figure(f"alone (local){unit}", f"with the method{unit}")
-    limit = max(np.nanmax(record.of_clients(e.run)) for e in known) if is_text else 100
-    axes.plot([0, limit], [0, limit], color=svg.INK, lw=0.8, alpha=0.5)
-    for entry, alone in pairs:
-        x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))
-        step = -(-len(x) // figures.MAX_POINTS)
-        style = {"color": entry.look.color, "marker": entry.look.marker}
-        style |= {"s": 14, "alpha": 0.6, "linewidths": 0}
-        axes.scatter(x[::step], y[::step], **style)
-    axes.set(xlim=(0, 1.03 * limit), ylim=(0, 1.03 * limit))
-    caption = (
-        "Gain of each client over its local model: one dot for each client and seed, "
-        f"{'below' if is_text else 'above'} the line if it gains."
-    )
-    return _section("Clients", [*shown, svg.shown(figure, caption)])
-
-
-def _is_same(one: Entry, other: Entry) -> bool:
-    """Whether both have the same clients."""
-    names = ("seeds", "test_size", finished.CLASS_COUNTS)
-    return all(
-        np.array_equal(one.run.clients.get(n), other.run.clients.get(n)) for n in names
-    )
-
-
-def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    """Curves of numbers and losses: a boundary, a level, the training loss."""
-    names = dict.fromkeys(
-        name for entry in entries for name in (*sorted(entry.run.kinds), "train_loss")
-    )
-    out = []
-    for name in names:
-        metric = figures.metric_of(name, [entry.run for entry in entries])
-        having = [e for e in entries if any(name in row for row in e.run.records)]
-        if having and metric.kind in (Kind.NUMBER, Kind.LOSS):
-            caption = f"{metric.title[:1].upper()}{metric.title[1:]}."
-            out.append(_curves(having, metric, "rounds", caption))
-    return out
-
-
-def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    kinds = figures.partitions([entry.run for entry in entries])
-    out = []
-    for numbers, counts in kinds[:6]:
-        drawn = counts[:MAX_BUBBLES]
-        figure, axes = svg.figure("client", "class")
-        classes = record.class_names(entries[numbers[0]].run)
-        style = {"names": classes, "color": looks.COLORS[0]}
-        figures.draw_bubbles(axes, drawn, 90 / drawn.max(), **style)
-        names = [entries[number].name for number in numbers]
-        more = len(counts) - len(drawn)
-        caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
-        caption += f"The largest bubble is {drawn.max()} examples."
-        caption += f" {more} more clients are not shown." if more else ""
-        out.append(svg.shown(figure, caption))
-    return out
-
-
-def _curves(
-    entries: Sequence[Entry],
-    metric: words.Metric,
-    x: str,
-    caption: str,
-) -> dict[str, str]:
-    """Draws a metric's means over seeds, with their standard deviations."""
-    label, place = curves.PLACES[x]
-    figure, axes = svg.figure(label, words.axis(metric))
+def _speeds(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
+    """A name and texts for each folder: the points of a sweep ran together."""
+    out: dict[pathlib.Path, tuple[str, list[str]]] = {}
     for entry in entries:
-        curve = record.over_seeds(entry.run, metric.name, metric.scale, place)
-        figures.draw_curve(axes, curve, entry.look)
-    return svg.shown(figure, caption)
+        summary = entry.summary
+        texts = [
+            f"{summary['client_updates_per_second']:,.1f}",
+            f"{summary['samples_per_second']:,.0f}",
+            f"{summary['compile_seconds']:.0f}",
+            f"{summary['padding_efficiency']:.2f}",
+        ]
+        out.setdefault(entry.run.path, (_name_of_run(entry), texts))
+    return list(out.values())

@@ -23,6 +23,30 @@ class Sheet(NamedTuple):
     grids: list[Grid]
 
 
+def side_by_side(sheet: Sheet) -> Sheet:
+    """A sheet of a grid for each scenario, as one of a grid for each of their heads.
+
+    There scenarios are rows and the names of the rows before are heads. A head without
+    a number is a note instead.
+    """
+    names = list(dict.fromkeys(name for grid in sheet.grids for name, _ in grid.rows))
+    notes, grids = list(sheet.notes), []
+    for head in dict.fromkeys(head for grid in sheet.grids for head in grid.heads):
+        rows = []
+        for grid in sheet.grids:
+            if head in grid.heads:
+                place = grid.heads.index(head)
+                cells = {name: texts[place] for name, texts in grid.rows}
+                rows.append((grid.scenario, [cells.get(name, "–") for name in names]))
+        every = [text for _, texts in rows for text in texts]
+        if any(sign.isdigit() for text in every for sign in text):
+            grids.append(Grid("", f"{head}, by {sheet.grids[0].title}", names, rows))
+        else:
+            reasons = dict.fromkeys(text for text in every if text != "–")
+            notes.append(f"{head}: {', '.join(reasons) or 'not known'}.")
+    return Sheet(sheet.title, notes, grids)
+
+
 def markdown(sheet: Sheet) -> str:
     """A sheet as Markdown."""
     lines = [f"### {sheet.title}", "", *sheet.notes]

@@ -1,5 +1,6 @@
 """Pages and the pictures in them: HTML files that load nothing."""
 
+import contextlib
 import io
 import pathlib
 import re
@@ -25,15 +26,21 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template(template).render(**values)
+    colors = {"colors": looks.COLORS, "on_dark": looks.ON_DARK}
+    return environment.get_template(template).render(**colors, **values)
+
+
+def inked() -> contextlib.AbstractContextManager[None]:
+    """What is drawn inside has the page's colours and font size."""
+    parts = ("text", "xtick", "ytick", "grid")
+    colors = {f"{part}.color": INK for part in parts}
+    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
+    return matplotlib.rc_context(colors | {"font.size": 10})
 
 
 def figure(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """A small figure in the page's colours."""
-    parts = ("text", "xtick", "ytick", "grid")
-    colors = {f"{part}.color": INK for part in parts}
-    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
-    with matplotlib.rc_context(colors | {"font.size": 10}):
+    with inked():
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
         axes = figure.subplots()
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -60,6 +67,8 @@ def shown(figure: Figure, caption: str) -> dict[str, str]:
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()
     text = text[text.index("<svg") :].replace(INK, "currentColor")
+    for number, color in enumerate(looks.COLORS):
+        text = text.replace(color.lower(), f"var(--c{number}, {color})")
     # Text uses the page's font.
     for name in ("'DejaVu Sans'", "DejaVu Sans"):
         text = text.replace(name, "system-ui")

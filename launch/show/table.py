@@ -145,11 +145,22 @@ class Table(NamedTuple):
         return "\n".join([*comments, *lines, ""])
 
     def to_sheet(self, title: str) -> sheets.Sheet:
-        """The table for a page of runs."""
-        rows = list(zip(self.names, self._lines("{}"), strict=True))
-        return sheets.Sheet(
-            title, self.notes, [sheets.Grid("", "", self.heads(), rows)]
-        )
+        """The table for a page of runs: of several settings a grid for each metric."""
+        lines, settings = self._lines("**{}**"), [one.setting for one in self.columns]
+        groups = {"": range(len(settings))}
+        if len(set(settings)) > 1:
+            titles = [_head(one.metric) for one in self.columns]
+            groups = {
+                title: [n for n, other in enumerate(titles) if other == title]
+                for title in titles
+            }
+        grids = []
+        for group, numbers in groups.items():
+            heads = [settings[n] if group else self.heads()[n] for n in numbers]
+            cells = [[line[n] for n in numbers] for line in lines]
+            rows = list(zip(self.names, cells, strict=True))
+            grids.append(sheets.Grid("", group, heads, rows))
+        return sheets.Sheet(title, self.notes, grids)
 
     def to_frame(self) -> pandas.DataFrame:
         """Numbers: mean, std, p and p_best of each column, fractions as 0..1."""

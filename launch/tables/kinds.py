@@ -233,16 +233,8 @@ KINDS = {
 
 
 def _machine() -> dict[str, Any]:
-    info = pathlib.Path("/proc/cpuinfo")  # on Linux only
-    lines = info.read_text().splitlines() if info.is_file() else []
-    named = [line.partition(":")[2] for line in lines if line.startswith("model name")]
-    named = named or [platform.processor() or platform.machine()]
-    return {
-        "cpu": " ".join(named[0].split()),
-        "cores": os.cpu_count(),
-        "device": devices.name(),
-        "devices": jax.device_count(),
-    }
+    count = {"device": devices.name(), "devices": jax.device_count()}
+    return devices.processor() | count
 
 
 @ending.command

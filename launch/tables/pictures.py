@@ -7,7 +7,7 @@ from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from launch.show import looks, svg, words
+from launch.show import looks, sheets, svg, words
 from launch.tables import results as results_lib
 from launch.tables.cells import Sheet
 from launch.tables.results import Result
@@ -128,7 +128,7 @@ def page(
             drawn.append(svg.shown(figure, label(name, target)))
         shown = results_lib.by_row(found)
         rows = [{"name": row, "line": svg.line(own[row])} for row in shown]
-        table = results_lib.sheet(sheet, found, target)
+        table = sheets.side_by_side(results_lib.sheet(sheet, found, target))
         sections.append({"table": table, "figures": drawn, "rows": rows})
     return svg.render(
         "study.html",

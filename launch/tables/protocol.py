@@ -539,16 +539,26 @@ class Study:
         return figures.picture(kind, *given, among=self.rows, **how)
 
     def page(self, setting: str = "", title: str = "") -> str:
-        """A page as HTML: all results as a table, and the runs of a setting."""
+        """A page as HTML: all results as a table, and the runs of a setting.
+
+        Curves of several settings are side by side.
+        """
         from launch.show import page  # slow imports, matplotlib and jinja2
 
-        runs = self._done(setting)
+        setting = self._setting(setting)
         own = looks.looks(self.rows)
-        names = dict(zip(runs, looks.titles(list(runs)), strict=True))
-        entries = [page.Entry(names[row], own[row], run) for row, run in runs.items()]
-        control = names.get(self.control, "")
+        names = dict(zip(self.rows, looks.titles(self.rows), strict=True))
+        every = {
+            one: [page.Entry(names[r], own[r], run) for r, run in runs.items() if run]
+            for one, runs in ((one, self.runs(one)) for one in self.settings)
+            if one == setting or any(runs.values())
+        }
+        first = next(iter(self._done(setting).values()))
+        subject = f"{len(self.rows)} methods on {page.data_name(first)}"
+        title = title or ", ".join(filter(None, [subject, setting]))
+        control = names[self.control] if self.control in self._done(setting) else ""
         sheet = self.table().to_sheet("Methods")
-        return page.page(entries, control, [sheet], title or setting)
+        return page.page(every[setting], control, [sheet], title, every)
 
     def write(self) -> list[pathlib.Path]:
         """Writes the tables and for each setting a page and pictures; their paths."""

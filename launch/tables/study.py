@@ -178,7 +178,9 @@ class Study:
         """The page as HTML."""
         from launch.tables import pictures  # slow imports, jinja2 and matplotlib
 
-        command = f"python -m launch.study {self.name} --folder={self.folder.path}"
+        command = f"fedjax-pfl study {self.name}"
+        if len(self.sheets) < len(self.table["sheets"]):
+            command += f" --part={','.join(self.sheets)}"
         found = self.results()
         return pictures.page(self.table, found, self.target, [command], title)
 

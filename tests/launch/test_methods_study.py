@@ -257,7 +257,7 @@ def test_its_report(done, tmp_path):
     out = tmp_path / "page.html"
     report.command(["report", str(done.folder), f"--output={out}"])
     text = out.read_text()
-    assert "FedAvg + FT" in text and "Hurt" in text
+    assert "FedAvg + FT" in text and "Hurt" in text and "<td><b>" in text
 
 
 def test_epochs_of_fine_tuning_are_tuned():

@@ -9,8 +9,8 @@ import pytest
 
 import algorithms
 from launch import build, report, reproduce
+from launch.show import drawn, looks, sheets, svg, words
 from launch.show import page as page_lib
-from launch.show import sheets, svg
 from tests import synthetic
 
 OPTIONS = {
@@ -104,13 +104,75 @@ def test_it_is_whole(folders):
     page = Page(text)
     assert all(part.startswith("#") for part in page.loads)
     assert not re.search(r"@import|url\((?!#)|<script|<link", text)
-    # Rounds, messages, seconds; fairness, gain; the loss; the partition.
-    assert text.count("<figure") == 9
+    # Two metrics over rounds; messages, seconds; fairness, gain; losses; the partition.
+    assert text.count("<figure") == 10
     assert svg.INK not in text and "prefers-color-scheme: dark" in text
     assert "over its local model" in page.text
     # Of arrays in memory: only Python can run it again.
     assert "--algo" in page.text and "build.load(" in page.text
     assert len(text) < 3_000_000
+
+
+def test_curves_that_move_come_first(folders):
+    """A constant metric is named and not drawn; a single run has no legend."""
+    entry = page_lib.read(folders[:1])[0]
+    section = drawn.sections([entry], words.metric("client_accuracy"))[0]
+    titles = [one["caption"] for one in section["figures"]]
+    assert titles == ["Client (UA).", "Global."] and not section["note"]
+    records = [row | {"client_accuracy": 0.5} for row in entry.run.records]
+    still = entry._replace(run=entry.run._replace(records=records))
+    section, *others = drawn.sections([still], words.metric("client_accuracy"))
+    assert [one["caption"] for one in section["figures"]] == ["Global."]
+    assert section["note"] == "Not drawn, as they hardly change: Client (UA)."
+    assert not any("over messages" in one["title"] for one in others)
+    text = page_lib.page([entry])
+    assert text.index("Over the rounds") < text.index("Results")
+    assert '<div class="legend">' not in text and "is bold" not in text
+
+
+def test_columns_of_one_value(folders):
+    """They are a sentence below the table, and machines are lines if they differ."""
+    first, second = page_lib.read([folders[0], folders[2]])
+    same = second._replace(run=second.run._replace(summary=first.summary))
+    page = Page(page_lib.page([first, same]))
+    head = page.rows[0]
+    assert head == ["run", "Client (UA)", "against FedAvg"]
+    assert "In all runs: Global " in page.text and "MB total" in page.text
+    assert "Finished 20" in page.text and "Ran on" not in page.text
+    elsewhere = first.summary | {"cpu": "Another", "cores": 64}
+    other = second._replace(run=second.run._replace(summary=elsewhere))
+    page = Page(page_lib.page([first, other]))
+    assert "on 2 machines or versions." in page.text
+    assert "FedPer: 1 device (cpu), Another with 64 cores" in page.text
+
+
+def test_colours_on_a_dark_page():
+    """All lines contrast with a card of the dark page."""
+
+    def luminance(color):
+        parts = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        linear = [((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+    assert len(set(looks.ON_DARK)) == len(looks.COLORS)
+    for color in looks.ON_DARK:
+        assert (luminance(color) + 0.05) / (luminance("#1c2127") + 0.05) > 3
+    dark = svg.line(looks.looks(["a"])["a"])
+    assert f"var(--c0, {looks.COLORS[0]})" in dark
+
+
+def test_sheets_side_by_side():
+    """A row for each method and a column for each value; unknown ones are notes."""
+    grids = [
+        sheets.Grid(
+            "A", "sizes", ["ms", "MB"], [("1", ["5", "–"]), ("2", ["6", "no"])]
+        ),
+        sheets.Grid("B", "sizes", ["ms"], [("2", ["7"])]),
+    ]
+    found = sheets.side_by_side(sheets.Sheet("T", ["n"], grids))
+    rows = [("A", ["5", "6"]), ("B", ["–", "7"])]
+    assert found.grids == [sheets.Grid("", "ms, by sizes", ["1", "2"], rows)]
+    assert found.notes == ["n", "MB: no."]
 
 
 def test_names_are_text(folders):
@@ -130,7 +192,8 @@ def test_runs_of_two_data_sets(folders, tmp_path):
     page = Page(page_lib.page(page_lib.read([folders[0], tmp_path / "run"])))
     assert "has another data set." in page.text and "points against" not in page.text
     assert "summaries differ: last or mean_last10 (--summary)" in page.text
-    assert f"--flagfile={tmp_path}/run/run.flags" in page.text
+    assert f"--dataset=npz:{tmp_path}/other.npz" in page.text
+    assert "best on arrays, npz:other.npz?" in page.text
     assert f"build.load('{folders[0]}', dataset=...).run()" in page.text
 
 
@@ -186,4 +249,6 @@ def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
     sheet = sheets.Sheet("T", [], [grid])
     page = Page(page_lib.page(entries, tables=[sheet], title=sheet.title))
     assert "99.5 / 98.0 / -1.5" in page.text
-    assert [row[0] for row in page.rows[1:3]] == ["one, IID", "two, IID"]
+    first = [row[0] for row in page.rows]
+    assert first[:2] == ["", "x"]  # the paper's table before that of the runs
+    assert first[2:5] == ["run", "one, IID", "two, IID"]
