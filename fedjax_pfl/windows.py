@@ -29,9 +29,6 @@ class Planner(Protocol):
     def examples(self, seed_index: int, round: int) -> np.ndarray:
         """int[D]: train rows of all clients of a round, by device."""
 
-    def rows_per_device(self, round: int) -> int:
-        """The rows of each device in the cohort of a round."""
-
     def capacity(self, num_rounds: int) -> int:
         """Plan entries that a device needs for `num_rounds` rounds, of any seed."""
 
@@ -175,11 +172,8 @@ class Windows:
     def _fitting(self, first: int, most: int) -> tuple[int, int]:
         """(rounds from `first` on for which there is room, examples with one more)."""
         needed, fits = np.zeros(1, np.int64), self._rows.room()
-        rows_per_device = self.planner.rows_per_device(first)
         for count in range(min(self.length, most)):
             round = first + count
-            if self.planner.rows_per_device(round) != rows_per_device:
-                return count, int(needed.max())
             found = [self.planner.examples(seed, round) for seed in self._seeds]
             needed = needed + np.stack(found)
             drawn = (self.planner.drawn(seed, round) for seed in self._seeds)
