@@ -465,11 +465,9 @@ def test_devices_that_share_rows_work_evenly(devices, chosen, least, sigma):
     assert len(cohort.row) == devices * -(-chosen // devices)
     assert cohort.row_mask.sum() == chosen
     per_device = -(-5000 // devices)
-    device, place = np.divmod(cohort.row[cohort.row_mask], per_device)
-    client = cohort.client_id[cohort.row_mask]
-    np.testing.assert_array_equal(
-        device * 1j + place, client % devices * 1j + client // devices
-    )
+    found = np.divmod(cohort.row[cohort.row_mask], per_device)
+    owner = np.divmod(cohort.client_id[cohort.row_mask], devices)[::-1]
+    np.testing.assert_array_equal(found, owner)
     steps = np.where(
         cohort.row_mask, planner.num_steps(0, cohort.client_id)["local"], 0
     )
