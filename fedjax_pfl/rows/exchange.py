@@ -2,9 +2,10 @@
 
 Where rows are shared out (`rows.slots`), each client trains where the planner has dealt
 it, so that the devices end together. Its row comes from the device that has it, and the
-trained one goes back. Only rows of the cohort travel. GPUs and TPUs send each row to
-the one device that wants it (`ragged_all_to_all`). The devices of a CPU, which has no
-such operation, send as many places to each other as a device trains clients.
+trained one goes back. Only rows of the cohort travel. GPUs and TPUs send each to the
+one device that wants it (`ragged_all_to_all`). CPUs have no such operation. Their
+devices send each other equally many places, as often as it takes, and what is at home
+already is not sent.
 """
 
 from collections.abc import Callable
@@ -34,20 +35,17 @@ def take(tree: Any, row: jax.Array) -> Any:
         return tiled.take(tree, row)
 
     def on_device(tree: Any, row: jax.Array) -> Any:
+        if execution.setting().platform not in RAGGED:
+            return _Trips.of(tree, row).take(tree)
+
+        def with_part(out: Any, part: jax.Array, first: Any) -> Any:
+            found = _Table.of(tree, part).take(tree)
+            set_at = jax.lax.dynamic_update_slice_in_dim
+            return jax.tree.map(lambda x, new: set_at(x, new, first, 0), out, found)
+
         out = jax.tree.map(
             lambda leaf: jnp.zeros((row.shape[1], *leaf.shape[1:]), leaf.dtype), tree
         )
-
-        def with_part(out: Any, part: jax.Array, first: Any) -> Any:
-            found = _Table.of(tree, part).to_trainers(tree)
-            return jax.tree.map(
-                lambda whole, new: jax.lax.dynamic_update_slice_in_dim(
-                    whole, new, first, 0
-                ),
-                out,
-                found,
-            )
-
         return _in_parts(with_part, out, tree, row)
 
     return _mapped(on_device, (_MINE, _ALL))(tree, row)
@@ -62,12 +60,13 @@ def put(tree: Any, row: jax.Array, values: Any) -> Any:
         return stacked.put(tree, row, values)
 
     def on_device(tree: Any, row: jax.Array, values: Any) -> Any:
+        if execution.setting().platform not in RAGGED:
+            return _Trips.of(tree, row).put(tree, values)
+
         def with_part(tree: Any, part: jax.Array, first: Any) -> Any:
-            size = part.shape[1]
-            mine = jax.tree.map(
-                lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, size), values
-            )
-            return _Table.of(tree, part).to_owners(tree, mine)
+            cut = jax.lax.dynamic_slice_in_dim
+            mine = jax.tree.map(lambda x: cut(x, first, part.shape[1]), values)
+            return _Table.of(tree, part).put(tree, mine)
 
         return _in_parts(with_part, tree, tree, row)
 
@@ -112,6 +111,13 @@ def _mapped(on_device: Callable[..., Any], specs: tuple) -> Callable[..., Any]:
     return jax.shard_map(one, mesh=mesh, **given)
 
 
+def _room(tree: Any, devices: int) -> int:
+    """How many rows for each device fit where rows travel."""
+    leaves = jax.tree.leaves(tree)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // leaves[0].shape[0]
+    return max(TRAVELLING_BYTES // max(devices * num_bytes, 1), 1)
+
+
 def _in_parts(
     with_part: Callable[[Any, jax.Array, Any], Any],
     start: Any,
@@ -123,10 +129,8 @@ def _in_parts(
     `row` int32[D, C / D] is cut so that the rows of a part fit. The last part may begin
     with places of the one before, since a row may travel twice.
     """
-    devices, size = row.shape
-    leaves = jax.tree.leaves(tree)
-    num_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // leaves[0].shape[0]
-    length = min(size, max(TRAVELLING_BYTES // max(devices * num_bytes, 1), 1))
+    size = row.shape[1]
+    length = min(size, _room(tree, len(row)))
     if length == size:
         return with_part(start, row, 0)
 
@@ -142,8 +146,8 @@ class _Table(NamedTuple):
     """Who has and who trains each row, as one of D devices sees it.
 
     `owner` int32[D, n] is the device that has what device d trains at place i, `place`
-    int32[D, n] the row there, or one past the end for padding, which does not travel.
-    `device` int32[] is this one, and `size` the rows that it has.
+    int32[D, n] the row there. Padding is at home, at a place one past the end. `device`
+    int32[] is this one, and `size` the rows that it has.
     """
 
     owner: jax.Array
@@ -167,10 +171,9 @@ class _Table(NamedTuple):
         return jnp.where(is_own, self.place, self.size).reshape(-1)
 
     @property
-    def counts(self) -> jax.Array:
-        """int32[D, D]: how many rows a device trains, by the device that has them."""
-        devices = jnp.arange(self.owner.shape[0])
-        return (self.owner[..., None] == devices).sum(1, dtype=jnp.int32)
+    def is_from(self) -> jax.Array:
+        """bool[D, n, D]: whether a device has what another trains at a place."""
+        return self.owner[..., None] == jnp.arange(len(self.owner))
 
     @property
     def leaving(self) -> jax.Array:
@@ -183,45 +186,105 @@ class _Table(NamedTuple):
         """int32[n]: the places of what this device trains, by who has it."""
         return jnp.argsort(self.owner[self.device], stable=True)
 
-    def to_trainers(self, tree: Any) -> Any:
+    def take(self, tree: Any) -> Any:
         """The rows [n, ...] that this device trains, of leaves [R / D, ...]."""
-        mine = self.owner[self.device]
-        if execution.setting().platform in RAGGED:
-            sent, order = tiled.take(tree, self.leaving), jnp.argsort(self.arriving)
-            counts = self.counts
-            found = _sent(sent, len(mine), counts, self.device)
-            return stacked.take(found, order)
-        sent = tiled.take(tree, self.own)
+        counts = self.is_from.sum(1, dtype=jnp.int32)
+        sent = tiled.take(tree, self.leaving)
+        found = self._sent(sent, self.owner.shape[1], counts)
+        return stacked.take(found, jnp.argsort(self.arriving))
+
+    def put(self, tree: Any, values: Any) -> Any:
+        """The rows [R / D, ...] after all devices have trained `values` [n, ...]."""
+        counts = self.is_from.sum(1, dtype=jnp.int32).T
+        sent = stacked.take(values, self.arriving)
+        found = self._sent(sent, self.owner.size, counts)
+        return stacked.put(tree, self.leaving, found)
+
+    def _sent(self, rows: Any, room: int, counts: jax.Array) -> Any:
+        """What this device gets, leaves [room, ...], by the devices that it is from.
+
+        `rows` are in the order of the devices that get them, and `counts` int32[D, D]
+        says how many device i gets from j.
+        """
+        to, of = counts[:, self.device], counts[self.device]
+        begin = jnp.cumsum(to) - to
+        place = (jnp.cumsum(counts, 1) - counts)[:, self.device]
 
         def one(leaf: jax.Array) -> jax.Array:
-            by_trainer = leaf.reshape(*self.owner.shape, *leaf.shape[1:])
-            by_owner = jax.lax.all_to_all(by_trainer, _AXIS, 0, 0)
-            return by_owner[mine, jnp.arange(len(mine))]
+            out = jnp.zeros((room, *leaf.shape[1:]), leaf.dtype)
+            given = begin, to, place, of
+            return jax.lax.ragged_all_to_all(leaf, out, *given, axis_name=_AXIS)
 
-        return jax.tree.map(one, sent)
-
-    def to_owners(self, tree: Any, values: Any) -> Any:
-        """The rows [R / D, ...] after all devices have trained `values` [n, ...]."""
-        if execution.setting().platform in RAGGED:
-            sent, counts = stacked.take(values, self.arriving), self.counts.T
-            found = _sent(sent, self.owner.size, counts, self.device)
-            return stacked.put(tree, self.leaving, found)
-        found = jax.lax.all_gather(values, _AXIS, tiled=True)
-        return stacked.put(tree, self.own, found)
+        return jax.tree.map(one, rows)
 
 
-def _sent(rows: Any, room: int, counts: jax.Array, device: jax.Array) -> Any:
-    """What this device gets, leaves [room, ...], by the devices that it is from.
+class _Trips(NamedTuple):
+    """The trips of rows, in each of which every device sends every other `width` rows.
 
-    `rows` are in the order of the devices that get them, and `counts` int32[D, D] says
-    how many device i gets from j.
+    `number` int32[D, n] counts what a device trains among what it gets from the same
+    one, and is -1 at home. There are `count` int32[] trips, 0 where all train at home.
     """
-    to, of = counts[:, device], counts[device]
-    begin = jnp.cumsum(to) - to, (jnp.cumsum(counts, 1) - counts)[:, device]
 
-    def one(leaf: jax.Array) -> jax.Array:
-        out = jnp.zeros((room, *leaf.shape[1:]), leaf.dtype)
-        given = begin[0], to, begin[1], of
-        return jax.lax.ragged_all_to_all(leaf, out, *given, axis_name=_AXIS)
+    table: _Table
+    number: jax.Array
+    width: int
 
-    return jax.tree.map(one, rows)
+    @classmethod
+    def of(cls, tree: Any, row: jax.Array) -> "_Trips":
+        """The trips for slots int32[D, n] on a device with leaves [R / D, ...]."""
+        table, devices = _Table.of(tree, row), row.shape[0]
+        before = jnp.cumsum(table.is_from, 1) - 1
+        number = jnp.take_along_axis(before, table.owner[..., None], 2)[..., 0]
+        number = jnp.where(table.owner == jnp.arange(devices)[:, None], -1, number)
+        width = min(-(-row.shape[1] // devices), _room(tree, devices))
+        return cls(table, number, width)
+
+    @property
+    def count(self) -> jax.Array:
+        return self.number.max() // self.width + 1
+
+    @property
+    def home(self) -> jax.Array:
+        """int32[n]: this device's rows that it trains itself, or one past its end."""
+        table, is_home = self.table, self.number[self.table.device] < 0
+        return jnp.where(is_home, table.place[table.device], table.size)
+
+    def of_trip(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What travels: (this device's rows int32[D, width] by who trains them, places
+        int32[D, width] of what it trains itself by who has it), else one past the end.
+        """
+        table, (devices, num_places) = self.table, self.number.shape
+        column = self.number - index * self.width
+        column = jnp.where(column < 0, self.width, column)
+        none = jnp.zeros((devices, self.width), jnp.int32)
+        mine = jnp.where(table.owner == table.device, column, self.width)
+        line = jnp.arange(devices)[:, None]
+        given = (none + table.size).at[line, mine].set(table.place, mode="drop")
+        at = table.owner[table.device], column[table.device]
+        got = (none + num_places).at[at].set(jnp.arange(num_places), mode="drop")
+        return given, got
+
+    def take(self, tree: Any) -> Any:
+        """As `_Table.take`."""
+
+        def trip(index: jax.Array, out: Any) -> Any:
+            given, got = self.of_trip(index)
+            found = self._sent(tiled.take(tree, given.reshape(-1)))
+            return stacked.put(out, got.reshape(-1), found)
+
+        return jax.lax.fori_loop(0, self.count, trip, tiled.take(tree, self.home))
+
+    def put(self, tree: Any, values: Any) -> Any:
+        """As `_Table.put`."""
+
+        def trip(index: jax.Array, tree: Any) -> Any:
+            given, got = self.of_trip(index)
+            found = self._sent(stacked.take(values, got.reshape(-1)))
+            return stacked.put(tree, given.reshape(-1), found)
+
+        start = stacked.put(tree, self.home, values)
+        return jax.lax.fori_loop(0, self.count, trip, start)
+
+    def _sent(self, rows: Any) -> Any:
+        """What this device gets, leaves [D width, ...] by device, of what it sends."""
+        return jax.lax.all_to_all(rows, _AXIS, 0, 0, tiled=True)

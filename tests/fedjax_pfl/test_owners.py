@@ -1,8 +1,5 @@
 """Private rows shared out over devices: where they are, and how they travel."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,8 +70,8 @@ def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", _ragged)
     layout, how, rows = on_devices
     placed = tiled.place(layout.in_slots(rows), how)
-    # Three rows for each device, of which some are padding.
-    chosen = np.array([0, 8, 10, 5, 6, 9, 10, 10, 10, 4, 1, 7])
+    # Three rows for each device, all of the first from the second one
+    chosen = np.array([1, 5, 9, 0, 8, 6, 10, 10, 10, 4, 2, 7])
     is_real = chosen < 10
     row = np.append(layout.slots, layout.num_rows)[chosen].astype(np.int32)
 
@@ -87,10 +84,8 @@ def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
     mapped = jax.jit(jax.vmap(both, (0, None)))
     compiled = mapped.lower(placed, row).compile()
     if not is_ragged:
-        # A gather of the cohort's rows, never one of all rows
-        gathered = re.findall(r"\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
-        most = max(math.prod(map(int, filter(None, x.split(",")))) for x in gathered)
-        assert most <= 2 * 12 * 3 and "all-to-all" in compiled.as_text()
+        assert "all-to-all" in compiled.as_text()
+        assert "all-gather" not in compiled.as_text()
     taken, put = compiled(placed, row)
     assert taken["a"].addressable_shards[0].data.shape == (2, 3, 3)
     held = layout.slots

@@ -81,9 +81,8 @@ def test_as_on_one_device(case, vectors):
         experiment.run(progress=False)
     assert_alike(one, four)
     (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
-    # The cohort's rows travel, two on each device, and never those of all clients.
-    gathered = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
-    assert gathered and not {"30", "32"} & set(",".join(gathered).split(","))
+    # The server's logits and embeddings on the proxy set, of which each device has some
+    assert text.count(" all-gather(") == (2 if case == "cdkt" else 0)
     assert " all-to-all(" in text
     rows = jax.tree.leaves(four.simulation.calls[0].state.private)
     # 30 clients on 4 devices have 8 rows on each.
