@@ -428,8 +428,8 @@ def over_clients(
 
     Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
     devices share the rows by `shard_map`, so that the computation of the clients needs
-    no communication. Where private rows are shared out, results stay on the devices of
-    their clients, and sums over clients are taken on each device first. Otherwise
+    no communication. Where private rows are shared out, results stay on the devices
+    that train, and sums over clients are taken on each device first. Otherwise
     results are gathered at the end. Before and after that all devices compute the same,
     except for the work that `over_devices` shares out.
 
