@@ -21,8 +21,8 @@ from fedjax_pfl.rows import slots
 
 # Rounds that serve to estimate the capacity of a window's plans
 SEEN_ROUNDS = 16
-# If clients have owners, the rows of a device follow from at most so many first rounds
-# and so many clients in them.
+# The most clients of a round that one device has follow from at most so many first
+# rounds and so many clients in them.
 OWNED_ROUNDS, OWNED_DRAWS = 1024, 1 << 20
 
 
@@ -104,8 +104,9 @@ class Planner:
                 round, client int[C]) -> int[C]` if it changes.
             clients_per_round: Clients drawn without replacement.
             execution: Rows are sorted by group, level and steps, dealt to the devices
-                and padded to whole chunks, so that chunks have equal lengths. Sharded
-                private rows are dealt to their owners instead.
+                and padded to whole chunks, so that chunks have equal lengths. Where
+                devices share out private rows, clients of equal work train where their
+                rows are, as far as that is even.
             eligible: bool[K], or bool[seeds, K] with equal counts: clients that may be
                 drawn, None = all. Others may still be peers.
             peers: Peers of each row, None = the algorithm has none.
@@ -130,9 +131,6 @@ class Planner:
         self._who, self.has_clock = who, who is not None and who.speed is not None
         self._devices = execution.num_devices
         self._padding = num_clients
-        self._fullest = np.zeros((0, len(self._seeds)), np.int64)
-        fits = OWNED_DRAWS // max(clients_per_round, 1)
-        self._owned_rounds = min(max(fits, 64), OWNED_ROUNDS)
         self._owners: slots.Layout | None = None
         if execution.shares_rows:
             self._owners = slots.Layout(num_clients, self._devices)
@@ -193,25 +191,19 @@ class Planner:
         owned = self._num_rows[seed_index, chosen]
         order = np.lexsort((chosen, owned, levels, self._group[chosen]))
         # Padding rows come first, where they fill the chunk of the smallest clients.
-        if self._owners is None:
-            size = self._clients_per_round
-            size = execution_lib.padded_size(size, self._execution)
-            index = np.full(size, -1)
-            index[size - len(chosen) :] = order
-            if self._execution.chunk == 1:
-                # A client of a higher level computes more of the model in each step.
-                index = by_work(index, (owned * levels)[index], self._devices)
-            else:
-                # In turn, so that the chunks of all devices end together.
-                index = index.reshape(-1, self._devices).T.reshape(-1)
+        size = execution_lib.padded_size(self._clients_per_round, self._execution)
+        index = np.full(size, -1)
+        index[size - len(chosen) :] = order
+        if self._execution.chunk == 1:
+            # A client of a higher level computes more of the model in each step.
+            index = by_work(index, (owned * levels)[index], self._devices)
         else:
-            size = self._devices * self.rows_per_device(round)
-            index = np.full((self._devices, size // self._devices), -1)
-            owner = self._owners.device_of(chosen[order])
-            for device, line in enumerate(index):
-                own = order[owner == device]
-                line[len(line) - len(own) :] = own
-            index = index.reshape(-1)
+            # In turn, so that the chunks of all devices end together.
+            index = index.reshape(-1, self._devices).T.reshape(-1)
+        if self._owners is not None:
+            alike = np.stack([self._group[chosen], levels, owned])
+            home = self._owners.device_of(chosen)
+            index = at_home(index, home, alike, self._devices)
         real = index >= 0
         client = np.where(real, chosen[index], num_clients).astype(np.int32)
         # A chunk runs its largest level, which padding must not raise.
@@ -269,50 +261,32 @@ class Planner:
             plans={spec.name: plan},
         )
 
-    def rows_per_device(self, round: int) -> int:
-        """Returns the rows of each device in a round, in whole chunks.
-
-        If clients have owners, the fullest device of a round needs more than the
-        others. Another number means another program, so it is the largest of the first
-        rounds, and grows only with a later round that needs more.
-        """
-        how = self._execution
-        if self._owners is None:
-            size = execution_lib.padded_size(self._clients_per_round, how)
-            return size // self._devices
-        most = self._owned_by_fullest(max(round + 1, self._owned_rounds)).max()
-        most = shapes.rounded_up_finely(int(most))
-        most = min(most, self._owners.rows_per_device)
-        chunk = min(how.chunk, most)
-        return chunk * -(-most // chunk)
-
-    def _owned_by_fullest(self, num_rounds: int) -> np.ndarray:
-        """Counts the fullest device's clients in each round, int[num_rounds, seeds]."""
-        while len(self._fullest) < num_rounds:
-            first = len(self._fullest)
-            more = [self._fullest_of(first + i) for i in range(self._owned_rounds)]
-            self._fullest = np.concatenate([self._fullest, more])
-        return self._fullest[:num_rounds]
-
-    def _fullest_of(self, round: int) -> list[int]:
-        if self._clients_per_round == self.num_clients:
-            return [self._owners.rows_per_device] * len(self._seeds)
-        drawn = [self._choose(seed, round) for seed in self._seeds]
-        return [int(np.bincount(self._owners.device_of(c)).max()) for c in drawn]
+    @property
+    def most_owned(self) -> int:
+        """The most clients of one of the first rounds whose rows one device has."""
+        rounds = min(max(OWNED_DRAWS // self._clients_per_round, 64), OWNED_ROUNDS)
+        return max(
+            self._owners.fullest(self._choose(seed, round))
+            for seed in self._seeds
+            for round in range(rounds)
+        )
 
     @property
     def balance(self) -> float:
-        """The work of all devices in a round over what they could do while they wait.
+        """The real work of first rounds over what the devices could do meanwhile.
 
-        Each device waits for the one with most work, counted in clients if they have
-        owners, else in examples times levels.
+        Each device waits for the one that executes most. Work is counted in local steps
+        times levels, and a chunk runs to its longest client, padding rows included.
         """
-        if self._owners is None:
-            rounds = range(SEEN_ROUNDS)
-            work = np.stack([self.examples(0, r, by_level=True) for r in rounds])
-            return float(work.sum() / max(work.max(1).sum() * self._devices, 1))
-        fullest = self._owned_by_fullest(self._owned_rounds)
-        return float(self._clients_per_round / self._devices / fullest.mean())
+        alone, real, waited = self._execution._replace(mesh=None), 0, 0
+        for round in range(SEEN_ROUNDS):
+            client, _, level = self._placed(0, round)
+            work = sum(self.num_steps(0, client).values()) * level
+            executed = execution_lib.executed_steps(
+                work.reshape(self._devices, -1), alone
+            )
+            real, waited = real + work.sum(), waited + executed.max() * self._devices
+        return float(real / max(waited, 1))
 
     @property
     def round_examples(self) -> float:
@@ -320,16 +294,10 @@ class Planner:
         rows = np.take_along_axis(self._num_rows, self._candidates, 1)
         return float(rows.mean(1).max() * self._clients_per_round)
 
-    def examples(
-        self, seed_index: int, round: int, by_level: bool = False
-    ) -> np.ndarray:
-        """Counts train rows of a round's clients by device, int[D].
-
-        With `by_level`, a client's rows are multiplied by its level.
-        """
-        client, _, level = self._placed(seed_index, round)
-        rows = self.owned(seed_index, client) * (level if by_level else 1)
-        return rows.reshape(self._devices, -1).sum(1)
+    def examples(self, seed_index: int, round: int) -> np.ndarray:
+        """Counts train rows of a round's clients by device, int[D]."""
+        client, _, _ = self._placed(seed_index, round)
+        return self.owned(seed_index, client).reshape(self._devices, -1).sum(1)
 
     def capacity(self, num_rounds: int) -> int:
         """Returns the room for a device's examples in a number of rounds of any seed.
@@ -539,6 +507,55 @@ def by_work(index: np.ndarray, work: np.ndarray, devices: int) -> np.ndarray:
         else:
             heapq.heappop(loads)
     return index[np.sort(np.array(found), axis=1).reshape(-1)]
+
+
+def at_home(
+    index: np.ndarray, home: np.ndarray, alike: np.ndarray, devices: int
+) -> np.ndarray:
+    """Changes the places of clients of equal work so that most train at home.
+
+    Every place keeps its work, so that the devices stay as even as they were dealt.
+
+    Args:
+        index: int[C], the clients 0..n - 1 or -1 for padding, in places of one of D
+            devices after those of another.
+        home: int[n], the device that has each client's row.
+        alike: int[F, n], what clients must have in common to change places.
+        devices: D.
+
+    Returns:
+        int[C], the same clients, padding where it was.
+
+    Examples:
+        >>> home, alike = np.array([1, 0, 1, 0]), np.array([[7, 7, 7, 9]])
+        >>> at_home(np.array([0, 1, 2, 3]), home, alike, 2).tolist()
+        [1, 0, 2, 3]
+    """
+    place = np.flatnonzero(index >= 0)
+    _, kind = np.unique(alike[:, index[place]], axis=1, return_inverse=True)
+    kind, client = kind.reshape(-1), index[place]
+    wanted = _numbered(kind * devices + place // (len(index) // devices))
+    offered = _numbered(kind * devices + home[client])
+    _, stay, found = np.intersect1d(wanted, offered, return_indices=True)
+    out = np.full_like(index, -1)
+    out[place[stay]] = client[found]
+    # The others in the order of their kinds, of which as many places are left
+    free, left = np.ones((2, len(place)), bool)
+    free[stay] = left[found] = False
+    free, left = np.flatnonzero(free), np.flatnonzero(left)
+    free, left = (one[np.argsort(kind[one], kind="stable")] for one in (free, left))
+    out[place[free]] = client[left]
+    return out
+
+
+def _numbered(key: np.ndarray) -> np.ndarray:
+    """int[n] that tells entries of one key apart: key times n plus their number."""
+    order = np.argsort(key, kind="stable")
+    line = key[order]
+    number = np.arange(len(key)) - np.searchsorted(line, line)
+    out = np.empty_like(key)
+    out[order] = line * len(key) + number
+    return out
 
 
 def choose_chunk(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
-from fedjax_pfl.rows import slots
+from fedjax_pfl.rows import exchange
 
 TRAINED = "trained_accuracy"  # of the models that a round's training left
 
@@ -340,7 +340,7 @@ def update(
     steps, positions = cohort.plans[plan].split()
     if own is None:
         own = state.rows(cohort)
-    opt_state = slots.take(state.opt_state, cohort.row)
+    opt_state = exchange.take(state.opt_state, cohort.row)
     rows = _clients(task, cohort, own, opt_state, steps)
 
     def one(row: Client, given: Any, bound: Any, local: Any, **level: int) -> Any:
@@ -382,7 +382,8 @@ def _with_opt_states(
             "state; train one of them with client.fresh()"
         )
     for new in found:
-        state = state.replace(opt_state=slots.put(state.opt_state, cohort.row, new))
+        kept = exchange.put(state.opt_state, cohort.row, new)
+        state = state.replace(opt_state=kept)
     return state
 
 
@@ -432,8 +433,8 @@ def over_clients(
 
     Rows are cut into chunks. A chunk is vmapped, chunks run one after another, and
     devices share the rows by `shard_map`, so that the computation of the clients needs
-    no communication. Where private rows are shared out, results stay on the devices of
-    their clients, and sums over clients are taken on each device first. Otherwise
+    no communication. Where private rows are shared out, results stay on the devices
+    that train, and sums over clients are taken on each device first. Otherwise
     results are gathered at the end. Before and after that all devices compute the same,
     except for the work that `over_devices` shares out.
 

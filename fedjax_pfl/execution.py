@@ -28,7 +28,8 @@ class Execution(NamedTuple):
             Otherwise each is a separate call.
         device: The single device where there is no mesh, None = the first.
         shares_rows: Whether a device of the mesh has the private rows of its own
-            clients alone (see `rows.slots`). Otherwise every device has all.
+            clients alone (see `rows.slots`), which may train on another one, to which
+            their rows travel (see `rows.exchange`). Otherwise every device has all.
     """
 
     chunk: int = 1

@@ -29,6 +29,7 @@ from fedjax_pfl import (
     traffic,
     types,
 )
+from fedjax_pfl.rows import exchange
 
 KEPT_PROGRAMS = 8
 
@@ -142,13 +143,13 @@ def _is_finite(
     state: types.RoundState, metrics: Any, cohort: types.Cohort
 ) -> jax.Array:
     """bool[]: whether everything that a round measured or wrote is finite."""
-    written = state.server, state.rows(cohort)
     parts = [
         jnp.isfinite(leaf).all()
-        for leaf in jax.tree.leaves((metrics, written))
+        for leaf in jax.tree.leaves((metrics, state.server))
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
-    return jnp.stack(parts).all() if parts else jnp.ones((), bool)
+    parts.append(exchange.are_finite(state.clients, cohort.row))
+    return jnp.stack(parts).all()
 
 
 def _fingerprint(value: Any) -> Any:

@@ -25,7 +25,7 @@ from flax import struct
 
 from fedjax_pfl import augment, execution, metric_kinds, rng, stacked
 from fedjax_pfl.execution import Execution
-from fedjax_pfl.rows import slots, tiled
+from fedjax_pfl.rows import exchange, tiled
 
 # In train mode running statistics move by this fraction towards those of the batch.
 STATS_MOMENTUM = 0.1
@@ -571,7 +571,7 @@ class RoundState:
 
     def rows(self, cohort: Cohort) -> Any:
         """The private rows of a cohort's clients, leaves [C, ...]."""
-        return slots.take(self.clients, cohort.row)
+        return exchange.take(self.clients, cohort.row)
 
     def after(
         self, cohort: Cohort | None = None, rows: Any = None, **changed: Any
@@ -583,7 +583,7 @@ class RoundState:
         fields: `server=`, or all of `clients=`.
         """
         if rows is not None:
-            changed["clients"] = slots.put(self.clients, cohort.row, rows)
+            changed["clients"] = exchange.put(self.clients, cohort.row, rows)
         return self.replace(round=self.round + 1, **changed)
 
 

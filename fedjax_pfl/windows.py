@@ -26,9 +26,6 @@ class Planner(Protocol):
     def drawn(self, seed_index: int, round: int) -> types.Cohort:
         """The cohort of a round, without plans."""
 
-    def rows_per_device(self, round: int) -> int:
-        """The rows of each device in the cohort of a round."""
-
     def capacity(self, num_rounds: int) -> int:
         """Plan entries that a device needs for `num_rounds` rounds, of any seed."""
 
@@ -223,15 +220,11 @@ class Windows:
 
     def _extended(self, known: Upcoming, most: int) -> Upcoming:
         """Plans at most so many more rounds, as long as there is room."""
-        rows_per_device = self.planner.rows_per_device(known.first)
         begin, needed, is_full = known.first + len(known.drawn), known.needed, False
         found: list[list[types.Cohort]] = []
         if known.is_full:
             return known
         for round in range(begin, min(begin + most, known.first + self.length)):
-            is_full = self.planner.rows_per_device(round) != rows_per_device
-            if is_full:
-                break
             drawn = self._drawn(round)
             rows = [self.planner.owned(i, one.client_id) for i, one in enumerate(drawn)]
             rows = np.reshape(rows, (len(rows), self._execution.num_devices, -1))

@@ -1,8 +1,8 @@
 """Private rows shared out over devices: client k is on device k mod D.
 
-A device has the rows of its own clients in consecutive slots, and computes their rounds
-and their evaluation. So no row ever travels, and a device holds a D-th of them. A
-cohort has as many rows for each device as the fullest one needs.
+A device has the rows of its own clients in consecutive slots, a D-th of all rows, and
+computes their evaluation. In a round they train wherever the planner has dealt them,
+and their rows travel (`rows.exchange`).
 """
 
 import functools
@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import execution, stacked
-from fedjax_pfl.rows import tiled, views
+from fedjax_pfl.rows import views
 
 
 class Layout(NamedTuple):
@@ -160,34 +159,3 @@ def check_equal(rows: Any) -> None:
             "--client_state=device: the algorithm gives each client a row of its own "
             "before the first round; take --client_state=replicated"
         )
-
-
-def take(tree: Any, row: jax.Array) -> Any:
-    """Private rows at slots int32[C] of leaves [R, ...]; padding reads any row.
-
-    Where rows are shared out, those of a device's clients stay there.
-    """
-    return _on_each(tiled.take, tree, row)
-
-
-def put(tree: Any, row: jax.Array, values: Any) -> Any:
-    """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`."""
-    return _on_each(stacked.put, tree, row, values)
-
-
-def _on_each(fn: Callable[..., Any], tree: Any, row: jax.Array, *others: Any) -> Any:
-    """`fn(tree, row, *others)`, on each device for its own rows if they are shared."""
-    mesh = execution.setting().owners
-    if mesh is None or not jax.tree.leaves(tree):
-        return fn(tree, row, *others)
-
-    def one(tree: Any, row: jax.Array, *others: Any) -> Any:
-        size = jax.tree.leaves(tree)[0].shape[0]
-        place = row - jax.lax.axis_index("clients") * size
-        # Negative places would count from the end.
-        place = jnp.where((place >= 0) & (place < size), place, size)
-        return fn(tree, place, *others)
-
-    own = PartitionSpec("clients")
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=own, out_specs=own, check_vma=False)
-    return mapped(tree, row, *others)

@@ -28,8 +28,7 @@ def chosen(
     Raises ValueError if there are fewer devices than asked for.
     """
     config, entry, task = settings.config, settings.entry, planned.task
-    choose = functools.partial(_execution, config, hparams, planned, target)
-    how = choose()
+    how = _execution(config, hparams, planned, target)
     task = task._replace(execution=how)
     if config.client_state == "replicated" or not how.mesh or not entry.shares_rows:
         return task
@@ -38,9 +37,8 @@ def chosen(
     copies = config.num_seeds * num_points * how.num_devices
     if row_bytes * copies <= devices.copied_row_bytes(config.emulate, target):
         return task
-    num_owners = how.num_devices
-    how = choose(num_owners)._replace(shares_rows=True)
-    layout = slots.Layout(config.num_clients, num_owners)
+    layout = slots.Layout(config.num_clients, how.num_devices)
+    how = how._replace(shares_rows=True)
     return task._replace(execution=how, num_residents=layout.num_rows)
 
 
@@ -49,26 +47,24 @@ def _execution(
     hparams: Any,
     planned: Planned,
     target: str,
-    num_owners: int = 1,
 ) -> types.Execution:
     """Chooses the mesh and the chunk, which is how many clients train together.
 
     A given chunk is taken. Otherwise it is one client on a CPU, or as many clients of a
     tiny model as make about 80 examples a step, and on an accelerator the cheapest
-    chunk (`plan.choose_chunk`). Each of `num_owners` > 1 devices has the private rows
-    of its own clients.
+    chunk (`plan.choose_chunk`).
     """
     task, largest = planned.task, int(planned.num_rows.max())
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), largest)
     most = getattr(hparams, "examples_per_round", 0) or largest
     steps = -(-np.minimum(planned.num_rows[0], most) // batch_size)
-    steps = _of_cohorts(config, steps, num_owners)
-    num_clients = steps.shape[-1] * num_owners
+    steps = _of_cohorts(config, steps)
+    num_clients = steps.shape[-1]
     models, shape = task.client_models, task.example_shape
     model_bytes = max(shapes.model_bytes(one, shape) for one in models)
     is_small = model_bytes < devices.SMALL_MODEL_BYTES
     used = devices.chosen(
-        num_owners if num_owners > 1 else config.devices,
+        config.devices,
         max(1, num_clients // (devices.SMALL_CLIENTS if is_small else 1)),
         config.emulate,
         target,
@@ -77,12 +73,11 @@ def _execution(
     vmaps_runs = devices.chooses(config.emulate, target)
     if vmaps_runs and not chunk:
         macs = batch_size * max(counts.macs(one, shape) for one in models)
-        dealt_to = 1 if num_owners > 1 else len(used)
         chunk, _ = plan.choose_chunk(
             steps,
             step_macs=macs,
             min_chunk=config.min_chunk,
-            devices=dealt_to,
+            devices=len(used),
             is_gpu=used[0].platform == "gpu",
         )
         chunk = min(chunk, -(-per_device // task.num_levels))
@@ -104,22 +99,9 @@ def _small_chunk(batch_size: int, per_device: int) -> int:
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
-def _of_cohorts(
-    config: schema.Config, steps: np.ndarray, num_owners: int
-) -> np.ndarray:
-    """Takes the clients of a few cohorts out of int[K] steps: int[T, C].
-
-    With several owners they are int[T x owners, P], padded with zeros.
-    """
+def _of_cohorts(config: schema.Config, steps: np.ndarray) -> np.ndarray:
+    """Takes the clients of a few cohorts out of int[K] steps: int[T, C]."""
     gen = rng.generator(config.seed, "engine.cohort")
     size = config.clients_per_round
     drawn = [gen.choice(len(steps), size, replace=False) for _ in range(16)]
-    if num_owners == 1:
-        return steps[np.stack(drawn)]
-    layout = slots.Layout(len(steps), num_owners)
-    every = range(num_owners)
-    rows = [steps[one[layout.device_of(one) == d]] for one in drawn for d in every]
-    out = np.zeros((len(rows), max(map(len, rows))), steps.dtype)
-    for line, row in zip(out, rows, strict=True):
-        line[: len(row)] = row
-    return out
+    return steps[np.stack(drawn)]

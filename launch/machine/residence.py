@@ -85,7 +85,7 @@ def with_resident_rows(
         how, devices = task.execution, 1
         most = cohort.client_id.size + cohort.peers.size
         if how.shares_rows:
-            devices, most = how.num_devices, planner.rows_per_device(0)
+            devices, most = how.num_devices, planner.most_owned
         count = kinds.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
         program, state = built(task)

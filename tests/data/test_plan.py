@@ -427,6 +427,59 @@ def test_chunks_are_dealt_in_turn():
         assert per_device[device].tolist() == by_size[device::4]
 
 
+@pytest.mark.parametrize("kinds", [1, 3, 24])
+def test_most_train_at_home(kinds):
+    """Every place keeps its kind of client, and no exchange of two would be better."""
+    gen = np.random.default_rng(kinds)
+    for _ in range(20):
+        home, kind = gen.integers(0, 4, 24), gen.integers(0, kinds, 24)
+        index = gen.permutation(np.r_[np.full(4, -1), np.arange(24)])
+        found = plan.at_home(index, home, kind[None], 4)
+        np.testing.assert_array_equal(found < 0, index < 0)
+        real, device = index >= 0, np.arange(28) // 7
+        np.testing.assert_array_equal(kind[found[real]], kind[index[real]])
+        assert sorted(found[real]) == list(range(24))
+        stay = (home[found] == device) & real
+        of = np.stack([kind[found], device, home[found]])[:, real]
+        most = sum(
+            min(((of[0] == k) & (of[i] == d)).sum() for i in (1, 2))
+            for k in range(kinds)
+            for d in range(4)
+        )
+        assert stay.sum() == most
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("chosen, least", [(64, 0.9), (100, 0.9), (1000, 0.97)])
+@pytest.mark.parametrize("sigma", [0, 0.7])
+def test_devices_that_share_rows_work_evenly(devices, chosen, least, sigma):
+    """Equal clients and unequal ones, whose rows lie anywhere."""
+    sizes = np.exp(np.random.default_rng(0).normal(3.5, sigma, (2, 5000)))
+    mesh = jax.sharding.AbstractMesh((devices,), ("clients",))
+    how = types.Execution(1, mesh, shares_rows=True)
+    spec = types.PlanSpec("local", 1, 5)
+    given = {"execution": how, "specs": (spec,), "sizes": sizes.astype(int)}
+    planner = make(clients_per_round=chosen, **given)
+    assert planner.balance >= least
+    cohort = planner.drawn(0, 0)
+    assert len(cohort.row) == devices * -(-chosen // devices)
+    assert cohort.row_mask.sum() == chosen
+    per_device = -(-5000 // devices)
+    found = np.divmod(cohort.row[cohort.row_mask], per_device)
+    owner = np.divmod(cohort.client_id[cohort.row_mask], devices)[::-1]
+    np.testing.assert_array_equal(found, owner)
+    steps = np.where(
+        cohort.row_mask, planner.num_steps(0, cohort.client_id)["local"], 0
+    )
+    work = steps.reshape(devices, -1).sum(1)
+    assert work.sum() / devices / work.max() >= least - 0.02
+    if not sigma:
+        home = cohort.row // per_device == np.repeat(
+            np.arange(devices), len(cohort.row) // devices
+        )
+        assert home[cohort.row_mask].mean() > 0.7
+
+
 @pytest.mark.parametrize("chunk, use_mesh", [(1, True), (2, True), (3, False)])
 def test_draws_do_not_depend_on_the_execution(chunk, use_mesh):
     """The same clients with the same batches and peers on any devices."""

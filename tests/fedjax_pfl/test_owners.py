@@ -1,12 +1,12 @@
-"""Private rows shared out over devices: where they are, and in which order."""
+"""Private rows shared out over devices: where they are, and how they travel."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import execution
-from fedjax_pfl.rows import slots, tiled, views
+from fedjax_pfl import execution, stacked
+from fedjax_pfl.rows import exchange, slots, tiled, views
 from tests.fedjax_pfl import small
 
 
@@ -47,28 +47,47 @@ def test_there_and_back(on_devices, piece, monkeypatch):
         np.testing.assert_array_equal(back[name], np.concatenate([leaf, leaf[:1]]))
 
 
-def test_take_and_put(on_devices):
-    """Each device reads and writes its own rows, and sends nothing."""
+def _ragged(rows, out, begin, size, place, received, *, axis_name):
+    """`jax.lax.ragged_all_to_all` for a CPU, which has none; nan if sizes differ."""
+    sent = jax.lax.all_gather((rows, begin, size, place), axis_name)
+    rows, *table = sent
+    begin, size, place = (one[:, jax.lax.axis_index(axis_name)] for one in table)
+    index = jnp.arange(len(out))
+    for d in range(len(rows)):
+        found = jnp.take(rows[d], begin[d] + index - place[d], axis=0, mode="clip")
+        is_here = (index >= place[d]) & (index < place[d] + size[d])
+        out = jnp.where(stacked.column(is_here, out), found, out)
+    return jnp.where((size == received).all(), out, -99).astype(out.dtype)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+@pytest.mark.parametrize("room", [1, 40, 1 << 20])
+def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
+    """Rows go to whatever device trains them and back, all at once or in parts."""
+    monkeypatch.setattr(exchange, "TRAVELLING_BYTES", room)
+    if is_ragged:
+        monkeypatch.setattr(exchange, "RAGGED", ("cpu",))
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", _ragged)
     layout, how, rows = on_devices
     placed = tiled.place(layout.in_slots(rows), how)
-    # Two rows for each device: clients 0 and 8, 5, 6, and none of the last.
-    chosen = np.array([0, 8, 10, 5, 6, 10, 10, 10])
+    # Three rows for each device, all of the first from the second one
+    chosen = np.array([1, 5, 9, 0, 8, 6, 10, 10, 10, 4, 2, 7])
     is_real = chosen < 10
-    row = np.append(layout.slots, layout.num_rows)[chosen]
-    where = jax.NamedSharding(how.mesh, jax.P("clients"))
-    row = jax.device_put(row.astype(np.int32), where)
+    row = np.append(layout.slots, layout.num_rows)[chosen].astype(np.int32)
 
     def both(tree, row):
         with execution.over_devices(how):
-            taken = slots.take(tree, row)
+            taken = exchange.take(tree, row)
             more = jax.tree.map(lambda leaf: leaf + 100, taken)
-            return taken, slots.put(tree, row, more)
+            return taken, exchange.put(tree, row, more)
 
     mapped = jax.jit(jax.vmap(both, (0, None)))
     compiled = mapped.lower(placed, row).compile()
-    text = compiled.as_text()
-    assert "all-gather" not in text and "all-reduce" not in text
+    if not is_ragged:
+        assert "all-to-all" in compiled.as_text()
+        assert "all-gather" not in compiled.as_text()
     taken, put = compiled(placed, row)
+    assert taken["a"].addressable_shards[0].data.shape == (2, 3, 3)
     held = layout.slots
     for name, leaf in rows.items():
         found = np.asarray(taken[name])[:, is_real]
@@ -76,6 +95,22 @@ def test_take_and_put(on_devices):
         expected = leaf.copy()
         expected[:, chosen[is_real]] += 100
         np.testing.assert_array_equal(np.asarray(put[name])[:, held], expected)
+
+
+def test_finite_rows_stay_where_they_are(on_devices):
+    """Those of the cohort count alone, whichever device has them."""
+    layout, how, rows = on_devices
+    rows["a"][1, 6, 2] = np.nan
+    placed = tiled.place(layout.in_slots(rows), how)
+    row = np.append(layout.slots, layout.num_rows).astype(np.int32)
+
+    def finite(tree, row):
+        with execution.over_devices(how):
+            return exchange.are_finite(tree, row)
+
+    mapped = jax.jit(jax.vmap(finite, (0, None)))
+    assert mapped(placed, row[np.array([6, 1, 10, 3])]).tolist() == [True, False]
+    assert mapped(placed, row[np.array([0, 1, 10, 3])]).tolist() == [True, True]
 
 
 def test_rows_of_their_own_are_refused():

@@ -83,6 +83,7 @@ def test_as_on_one_device(case, vectors):
     (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
     # The server's logits and embeddings on the proxy set, of which each device has some
     assert text.count(" all-gather(") == (2 if case == "cdkt" else 0)
+    assert " all-to-all(" in text
     rows = jax.tree.leaves(four.simulation.calls[0].state.private)
     # 30 clients on 4 devices have 8 rows on each.
     assert all(x.addressable_shards[0].data.shape[1] == 8 for x in rows)
@@ -127,17 +128,12 @@ def test_replicated(vectors):
         assert leaf.addressable_shards[0].data.shape[1] == K
 
 
-def test_the_last_line_says_what_the_owners_cost(vectors):
-    """The fullest of four devices has more than 1.5 of six clients."""
+def test_the_last_line_says_how_even_devices_are(vectors):
+    """Six clients on four devices: the slowest has two, wherever their rows are."""
     experiment = made(vectors, 4, algo="pfedsd")
     experiment.run(progress=False)
-    balance = experiment.summary()["device_balance"]
-    fullest = [
-        np.bincount(one.client_id[one.row_mask] % 4, minlength=4).max()
-        for one in (experiment.planner.drawn(0, r) for r in range(plan.OWNED_ROUNDS))
-    ]
-    assert balance == pytest.approx(1.5 / np.mean(fullest))
-    assert re.search(rf"of devices {balance:.2f}, on", str(experiment))
+    assert experiment.summary()["device_balance"] == pytest.approx(1.5 / 2)
+    assert re.search(r"of devices 0.75, on", str(experiment))
 
 
 class ByClient:
@@ -167,21 +163,14 @@ def test_an_algorithm_of_ones_own(vectors):
     assert made(vectors, 4, algo=said).task.execution.shares_rows
 
 
-def test_later_rounds_may_need_more_rows(vectors, monkeypatch, tmp_path):
-    """The program then changes; a run that was stopped gives the same bits."""
-    monkeypatch.setattr(plan, "OWNED_DRAWS", 0)
-    monkeypatch.setattr(plan, "OWNED_ROUNDS", 1)
+def test_stopped_in_a_window(vectors, tmp_path):
+    """A run that goes on gives the same bits, and those of one device to rounding."""
     options = {"algo": "scaffold", "clients_per_round": 5, "rounds": 12}
     options["eval_every"] = 4
     whole = made(vectors, 4, **options)
-    rows = [whole.planner.rows_per_device(r) for r in range(12)]
-    assert rows == sorted(rows) and rows[0] < rows[-1]
-    grown = next(r for r in range(12) if rows[r] > rows[0])
     whole.run(progress=False)
     folder = str(tmp_path / "run")
-    options["rounds"] = grown + 1
-    made(vectors, 4, **options, workdir=folder).run(progress=False)
-    options["rounds"] = 12
+    made(vectors, 4, **options | {"rounds": 7}, workdir=folder).run(progress=False)
     other = made(vectors, 4, **options, workdir=folder, resume=True)
     other.run(progress=False)
     chex.assert_trees_all_equal(arrays_of(whole), arrays_of(other))

@@ -1,0 +1,290 @@
+"""Private rows on their way from the devices that have them to those that train them.
+
+Where rows are shared out (`rows.slots`), each client trains where the planner has dealt
+it, so that the devices end together. Its row comes from the device that has it, and the
+trained one goes back. Only rows of the cohort travel. GPUs and TPUs send each to the
+one device that wants it (`ragged_all_to_all`). CPUs have no such operation. Their
+devices send each other equally many places, as often as it takes, and what is at home
+already is not sent.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from fedjax_pfl import execution, stacked
+from fedjax_pfl.rows import tiled
+
+# A device has room for this many bytes of rows that travel at once.
+TRAVELLING_BYTES = 64 << 20
+# Kinds of devices whose compilers know `ragged_all_to_all`
+RAGGED = ("gpu", "tpu")
+_AXIS = "clients"
+_MINE, _ALL = PartitionSpec(_AXIS), PartitionSpec()
+
+
+def take(tree: Any, row: jax.Array) -> Any:
+    """Private rows at slots int32[C] of leaves [R, ...]; padding reads any row.
+
+    Where rows are shared out, each device has C / D of the result, leaves [C, ...].
+    """
+    if not _is_shared(tree):
+        return tiled.take(tree, row)
+
+    def on_device(tree: Any, row: jax.Array) -> Any:
+        if execution.setting().platform not in RAGGED:
+            return _Trips.of(tree, row).take(tree)
+
+        def with_part(out: Any, part: jax.Array, first: Any) -> Any:
+            found = _Table.of(tree, part).take(tree)
+            set_at = jax.lax.dynamic_update_slice_in_dim
+            return jax.tree.map(lambda x, new: set_at(x, new, first, 0), out, found)
+
+        out = jax.tree.map(
+            lambda leaf: jnp.zeros((row.shape[1], *leaf.shape[1:]), leaf.dtype), tree
+        )
+        return _in_parts(with_part, out, tree, row)
+
+    return _mapped(on_device, (_MINE, _ALL))(tree, row)
+
+
+def put(tree: Any, row: jax.Array, values: Any) -> Any:
+    """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`.
+
+    Padding (from R on) is dropped.
+    """
+    if not _is_shared(tree):
+        return stacked.put(tree, row, values)
+
+    def on_device(tree: Any, row: jax.Array, values: Any) -> Any:
+        if execution.setting().platform not in RAGGED:
+            return _Trips.of(tree, row).put(tree, values)
+
+        def with_part(tree: Any, part: jax.Array, first: Any) -> Any:
+            cut = jax.lax.dynamic_slice_in_dim
+            mine = jax.tree.map(lambda x: cut(x, first, part.shape[1]), values)
+            return _Table.of(tree, part).put(tree, mine)
+
+        return _in_parts(with_part, tree, tree, row)
+
+    return _mapped(on_device, (_MINE, _ALL, _MINE))(tree, row, values)
+
+
+def are_finite(tree: Any, row: jax.Array) -> jax.Array:
+    """bool[]: whether the rows at slots int32[C] have finite numbers. None travels."""
+
+    def of(rows: Any) -> jax.Array:
+        flags = [
+            jnp.isfinite(leaf).all()
+            for leaf in jax.tree.leaves(rows)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        return jnp.stack(flags).all() if flags else jnp.ones((), bool)
+
+    if not _is_shared(tree):
+        return of(tiled.take(tree, row))
+
+    def on_device(tree: Any, row: jax.Array) -> jax.Array:
+        return of(tiled.take(tree, _Table.of(tree, row).own))[None]
+
+    return _mapped(on_device, (_MINE, _ALL))(tree, row).all()
+
+
+def _is_shared(tree: Any) -> bool:
+    return execution.setting().owners is not None and bool(jax.tree.leaves(tree))
+
+
+def _mapped(on_device: Callable[..., Any], specs: tuple) -> Callable[..., Any]:
+    """Maps `(tree, row, ...)` over the devices.
+
+    The slots int32[C] become int32[D, C / D], those that each device trains.
+    """
+    mesh = execution.setting().owners
+
+    def one(tree: Any, row: jax.Array, *others: Any) -> Any:
+        return on_device(tree, row.reshape(mesh.size, -1), *others)
+
+    given = {"in_specs": specs, "out_specs": _MINE, "check_vma": False}
+    return jax.shard_map(one, mesh=mesh, **given)
+
+
+def _room(tree: Any, devices: int) -> int:
+    """How many rows for each device fit where rows travel."""
+    leaves = jax.tree.leaves(tree)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // leaves[0].shape[0]
+    return max(TRAVELLING_BYTES // max(devices * num_bytes, 1), 1)
+
+
+def _in_parts(
+    with_part: Callable[[Any, jax.Array, Any], Any],
+    start: Any,
+    tree: Any,
+    row: jax.Array,
+) -> Any:
+    """The carry after `with_part(carry, slots int32[D, n], first)`, part after part.
+
+    `row` int32[D, C / D] is cut so that the rows of a part fit. The last part may begin
+    with places of the one before, since a row may travel twice.
+    """
+    size = row.shape[1]
+    length = min(size, _room(tree, len(row)))
+    if length == size:
+        return with_part(start, row, 0)
+
+    def step(index: jax.Array, carry: Any) -> Any:
+        first = jnp.minimum(index * length, size - length)
+        part = jax.lax.dynamic_slice_in_dim(row, first, length, axis=1)
+        return with_part(carry, part, first)
+
+    return jax.lax.fori_loop(0, -(-size // length), step, start)
+
+
+class _Table(NamedTuple):
+    """Who has and who trains each row, as one of D devices sees it.
+
+    `owner` int32[D, n] is the device that has what device d trains at place i, `place`
+    int32[D, n] the row there. Padding is at home, at a place one past the end. `device`
+    int32[] is this one, and `size` the rows that it has.
+    """
+
+    owner: jax.Array
+    place: jax.Array
+    device: jax.Array
+    size: int
+
+    @classmethod
+    def of(cls, tree: Any, row: jax.Array) -> "_Table":
+        """The table of slots int32[D, n] on a device with leaves [R / D, ...]."""
+        size, devices = jax.tree.leaves(tree)[0].shape[0], row.shape[0]
+        is_real = row < devices * size
+        owner = jnp.where(is_real, row // size, jnp.arange(devices)[:, None])
+        place = jnp.where(is_real, row % size, size)
+        return cls(owner, place, jax.lax.axis_index(_AXIS), size)
+
+    @property
+    def own(self) -> jax.Array:
+        """int32[D n]: the rows of this device, and one past its end for the others'."""
+        is_own = self.owner == self.device
+        return jnp.where(is_own, self.place, self.size).reshape(-1)
+
+    @property
+    def is_from(self) -> jax.Array:
+        """bool[D, n, D]: whether a device has what another trains at a place."""
+        return self.owner[..., None] == jnp.arange(len(self.owner))
+
+    @property
+    def leaving(self) -> jax.Array:
+        """int32[D n]: this device's rows by who trains them, then one past its end."""
+        is_other = (self.owner != self.device).reshape(-1)
+        return self.own[jnp.argsort(is_other, stable=True)]
+
+    @property
+    def arriving(self) -> jax.Array:
+        """int32[n]: the places of what this device trains, by who has it."""
+        return jnp.argsort(self.owner[self.device], stable=True)
+
+    def take(self, tree: Any) -> Any:
+        """The rows [n, ...] that this device trains, of leaves [R / D, ...]."""
+        counts = self.is_from.sum(1, dtype=jnp.int32)
+        sent = tiled.take(tree, self.leaving)
+        found = self._sent(sent, self.owner.shape[1], counts)
+        return stacked.take(found, jnp.argsort(self.arriving))
+
+    def put(self, tree: Any, values: Any) -> Any:
+        """The rows [R / D, ...] after all devices have trained `values` [n, ...]."""
+        counts = self.is_from.sum(1, dtype=jnp.int32).T
+        sent = stacked.take(values, self.arriving)
+        found = self._sent(sent, self.owner.size, counts)
+        return stacked.put(tree, self.leaving, found)
+
+    def _sent(self, rows: Any, room: int, counts: jax.Array) -> Any:
+        """What this device gets, leaves [room, ...], by the devices that it is from.
+
+        `rows` are in the order of the devices that get them, and `counts` int32[D, D]
+        says how many device i gets from j.
+        """
+        to, of = counts[:, self.device], counts[self.device]
+        begin = jnp.cumsum(to) - to
+        place = (jnp.cumsum(counts, 1) - counts)[:, self.device]
+
+        def one(leaf: jax.Array) -> jax.Array:
+            out = jnp.zeros((room, *leaf.shape[1:]), leaf.dtype)
+            given = begin, to, place, of
+            return jax.lax.ragged_all_to_all(leaf, out, *given, axis_name=_AXIS)
+
+        return jax.tree.map(one, rows)
+
+
+class _Trips(NamedTuple):
+    """The trips of rows, in each of which every device sends every other `width` rows.
+
+    `number` int32[D, n] counts what a device trains among what it gets from the same
+    one, and is -1 at home. There are `count` int32[] trips, 0 where all train at home.
+    """
+
+    table: _Table
+    number: jax.Array
+    width: int
+
+    @classmethod
+    def of(cls, tree: Any, row: jax.Array) -> "_Trips":
+        """The trips for slots int32[D, n] on a device with leaves [R / D, ...]."""
+        table, devices = _Table.of(tree, row), row.shape[0]
+        before = jnp.cumsum(table.is_from, 1) - 1
+        number = jnp.take_along_axis(before, table.owner[..., None], 2)[..., 0]
+        number = jnp.where(table.owner == jnp.arange(devices)[:, None], -1, number)
+        width = min(-(-row.shape[1] // devices), _room(tree, devices))
+        return cls(table, number, width)
+
+    @property
+    def count(self) -> jax.Array:
+        return self.number.max() // self.width + 1
+
+    @property
+    def home(self) -> jax.Array:
+        """int32[n]: this device's rows that it trains itself, or one past its end."""
+        table, is_home = self.table, self.number[self.table.device] < 0
+        return jnp.where(is_home, table.place[table.device], table.size)
+
+    def of_trip(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What travels: (this device's rows int32[D, width] by who trains them, places
+        int32[D, width] of what it trains itself by who has it), else one past the end.
+        """
+        table, (devices, num_places) = self.table, self.number.shape
+        column = self.number - index * self.width
+        column = jnp.where(column < 0, self.width, column)
+        none = jnp.zeros((devices, self.width), jnp.int32)
+        mine = jnp.where(table.owner == table.device, column, self.width)
+        line = jnp.arange(devices)[:, None]
+        given = (none + table.size).at[line, mine].set(table.place, mode="drop")
+        at = table.owner[table.device], column[table.device]
+        got = (none + num_places).at[at].set(jnp.arange(num_places), mode="drop")
+        return given, got
+
+    def take(self, tree: Any) -> Any:
+        """As `_Table.take`."""
+
+        def trip(index: jax.Array, out: Any) -> Any:
+            given, got = self.of_trip(index)
+            found = self._sent(tiled.take(tree, given.reshape(-1)))
+            return stacked.put(out, got.reshape(-1), found)
+
+        return jax.lax.fori_loop(0, self.count, trip, tiled.take(tree, self.home))
+
+    def put(self, tree: Any, values: Any) -> Any:
+        """As `_Table.put`."""
+
+        def trip(index: jax.Array, tree: Any) -> Any:
+            given, got = self.of_trip(index)
+            found = self._sent(stacked.take(values, got.reshape(-1)))
+            return stacked.put(tree, given.reshape(-1), found)
+
+        start = stacked.put(tree, self.home, values)
+        return jax.lax.fori_loop(0, self.count, trip, start)
+
+    def _sent(self, rows: Any) -> Any:
+        """What this device gets, leaves [D width, ...] by device, of what it sends."""
+        return jax.lax.all_to_all(rows, _AXIS, 0, 0, tiled=True)
