@@ -9,6 +9,9 @@ costs on that chip as its compiler estimates it, without having one.
 import dataclasses
 import math
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,7 +75,20 @@ def main() -> None:
     for section, entries in sections.items():
         print(section)
         for name, text in entries.items():
-            print(f"  {name:<18} {text}")
+            print(_wrapped(f"  {name:<18} ", text))
+
+
+def _wrapped(name: str, text: str) -> str:
+    """A name and a text, which continues below itself in a terminal.
+
+    Elsewhere it is one line, which can be searched.
+    """
+    if not sys.stdout.isatty():
+        return name + text
+    below = " " * min(len(name), 21)
+    given = {"break_long_words": False, "break_on_hyphens": False}
+    given |= {"width": shutil.get_terminal_size().columns, "subsequent_indent": below}
+    return textwrap.fill(name + text, **given)
 
 
 def _shape(text: str) -> tuple[int, ...]:

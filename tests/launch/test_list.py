@@ -115,3 +115,16 @@ def test_bad_input_is_one_line(arguments, parts, capsys):
     assert line.startswith("error: ")
     for part in parts:
         assert part in line
+
+
+def test_names_fit_a_terminal(monkeypatch, capsys):
+    """Texts continue below themselves there, and are one line elsewhere."""
+    listing.main()
+    plain = capsys.readouterr().out
+    assert max(map(len, plain.splitlines())) > 80
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    listing.main()
+    shown = capsys.readouterr().out
+    assert plain.split() == shown.split()
+    assert all(len(one) <= 80 or " " not in one.strip() for one in shown.splitlines())
