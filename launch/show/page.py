@@ -292,7 +292,7 @@ def _best(entries: Sequence[Entry]) -> str:
     """A sentence about the marked values, or why none is marked."""
     unlike = _unlike(entries)
     if not unlike:
-        return " The best value of a column is bold." * _has_best(entries)
+        return " The best value of a metric is bold." * _has_best(entries)
     parts = [
         f"{what} ({'; '.join(', '.join(names) for names in groups)})"
         for what, groups in unlike.items()
