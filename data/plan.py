@@ -529,33 +529,35 @@ def at_home(
     Examples:
         >>> home, alike = np.array([1, 0, 1, 0]), np.array([[7, 7, 7, 9]])
         >>> at_home(np.array([0, 1, 2, 3]), home, alike, 2).tolist()
-        [1, 0, 2, 3]
+        [1, 2, 0, 3]
     """
     place = np.flatnonzero(index >= 0)
-    _, kind = np.unique(alike[:, index[place]], axis=1, return_inverse=True)
-    kind, client = kind.reshape(-1), index[place]
-    wanted = _numbered(kind * devices + place // (len(index) // devices))
-    offered = _numbered(kind * devices + home[client])
-    _, stay, found = np.intersect1d(wanted, offered, return_indices=True)
+    client, device = index[place], place // (len(index) // devices)
+    order = np.lexsort(alike[:, client])
+    line = alike[:, client[order]]
+    kind = np.zeros(len(client), np.int64)
+    kind[order[1:]] = np.cumsum((line[:, 1:] != line[:, :-1]).any(0))
+    wanted, offered = kind * devices + device, kind * devices + home[client]
     out = np.full_like(index, -1)
-    out[place[stay]] = client[found]
-    # The others in the order of their kinds, of which as many places are left
-    free, left = np.ones((2, len(place)), bool)
-    free[stay] = left[found] = False
-    free, left = np.flatnonzero(free), np.flatnonzero(left)
-    free, left = (one[np.argsort(kind[one], kind="stable")] for one in (free, left))
-    out[place[free]] = client[left]
+    # Those that stay, then the others in the order of their kinds, as many places each
+    for of_place, of_client in zip(
+        _shared(wanted, offered), _shared(offered, wanted), strict=True
+    ):
+        out[place[of_place]] = client[of_client]
     return out
 
 
-def _numbered(key: np.ndarray) -> np.ndarray:
-    """int[n] that tells entries of one key apart: key times n plus their number."""
+def _shared(key: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Splits entries in the order of `key`: those that `other` has as often, the rest.
+
+    Both are int[n]. Returns two parts of the indices 0..n - 1.
+    """
     order = np.argsort(key, kind="stable")
     line = key[order]
+    count = np.bincount(other, minlength=int(line[-1]) + 1)
     number = np.arange(len(key)) - np.searchsorted(line, line)
-    out = np.empty_like(key)
-    out[order] = line * len(key) + number
-    return out
+    is_shared = number < count[line]
+    return order[is_shared], order[~is_shared]
 
 
 def choose_chunk(
