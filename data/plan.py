@@ -278,6 +278,8 @@ class Planner:
         Each device waits for the one that executes most. Work is counted in local steps
         times levels, and a chunk runs to its longest client, padding rows included.
         """
+        if self._devices == 1:
+            return 1.0
         alone, real, waited = self._execution._replace(mesh=None), 0, 0
         for round in range(SEEN_ROUNDS):
             client, _, level = self._placed(0, round)
@@ -286,7 +288,7 @@ class Planner:
                 work.reshape(self._devices, -1), alone
             )
             real, waited = real + work.sum(), waited + executed.max() * self._devices
-        return float(real / max(waited, 1))
+        return float(real / waited) if waited else 1.0
 
     @property
     def round_examples(self) -> float:

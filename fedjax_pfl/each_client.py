@@ -174,7 +174,9 @@ class Round(NamedTuple):
             )
         every = []
         for number, mine in enumerate(cohorts_by_architecture(task, cohort)):
-            of_one = task._replace(client_models=(task.client_models[number],))
+            model = task.client_models[number]
+            # Those of another architecture take no step.
+            of_one = task._replace(client_models=(model,), fixed_steps=())
             rows = state.clients[number] if state.clients else ()
             one = state.replace(clients=rows, opt_state=kept[number])
             every.append(Round(of_one, one, mine, self.data))

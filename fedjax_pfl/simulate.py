@@ -224,6 +224,8 @@ class Simulation:
             executable, compiling = self._compiled(self.program.rounds, args)
             self.compile_seconds += compiling
             work = Work(*(one[first : first + count] for one in window.work[index]))
+            # What another call evaluates is no training.
+            jax.block_until_ready([one.evaluated for one in self.calls])
             started = time.perf_counter()
             call.advance(executable, args, until, work)
             try:
@@ -258,6 +260,7 @@ class Simulation:
         num_rows = self.rows.layout.num_rows
         if self.program.num_rows != num_rows:
             self.program = self._with_rows(num_rows, self.execution)
+            self._has_evaluated = False
 
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.

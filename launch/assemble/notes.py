@@ -91,8 +91,8 @@ def _of_absent(config: schema.Config) -> list[str]:
         return []
     return [
         f"about {chance * count:.0f} of {count} clients are in none of --rounds="
-        f"{config.rounds} with --clients_per_round={config.clients_per_round}, and the "
-        "models that serve them count in the clients' metrics as they begin; "
+        f"{config.rounds} with --clients_per_round={config.clients_per_round}, and "
+        "count in the clients' metrics with a model that never trained on their rows; "
         "--clients_per_round=0 takes all"
     ]
 

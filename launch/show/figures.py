@@ -144,8 +144,10 @@ def metrics_of(runs: Runs, wanted: str | Sequence[str]) -> list[str]:
             "some runs are of texts, which have perplexities, and others of images; "
             "give one kind, or for curves --metric=train_loss"
         )
-    if len({metric_of(name, runs).unit for name in names}) > 1:
-        raise ValueError(f"--metric={wanted}: percent and numbers need a picture each")
+    if len({metric_of(name, runs).scale for name in names}) > 1:
+        raise ValueError(
+            f"--metric={wanted}: percent, megabytes and numbers need a picture each"
+        )
     if names and shared.issuperset(names):
         return names
     raise ValueError(

@@ -163,13 +163,20 @@ class Table(NamedTuple):
         return sheets.Sheet(title, self.notes, grids)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Numbers: mean, std, p and p_best of each column, fractions as 0..1."""
+        """Numbers: mean, std, p and p_best of each column, fractions as 0..1.
+
+        Bytes are megabytes, as their heads say.
+        """
         import pandas
 
         out = {}
         for head, column in zip(self.heads(), self.columns, strict=True):
+            scale = min(column.metric.scale, 1)
             for part in ("mean", "std", "p", "p_best"):
-                out[head, part] = [getattr(value, part) for value in column.values]
+                found = [getattr(value, part) for value in column.values]
+                if part in ("mean", "std") and scale != 1:
+                    found = [None if one is None else scale * one for one in found]
+                out[head, part] = found
         return pandas.DataFrame(out, index=pandas.Index(self.rows, name="method"))
 
     def _map(self, change: Any) -> Table:

@@ -412,8 +412,9 @@ class Study:
     def _trained(self, trial: trials.Trial, progress: bool, minutes: float) -> bool:
         """Runs or continues a trial's run; False if its time was over."""
         made = self._experiment(trial)
-        for note in set(made.notes) - self._told:
-            self._say(f"note: {note}")
+        for note in dict.fromkeys(made.notes):
+            if note not in self._told:
+                self._say(f"note: {note}")
         self._told.update(made.notes)
         if not trials.train(made, progress, minutes):
             self._say(f"{trial.name}: its time is over after round {made.round}")

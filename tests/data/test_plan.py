@@ -388,6 +388,14 @@ def test_padding_rows_stand_first_and_are_masked():
     assert cohort.level.min() >= 1
 
 
+def test_one_device_waits_for_none():
+    """Chunks that run to their longest client are another loss."""
+    sizes = np.array([[3, 50, 7, 11, 40, 5]])
+    for specs in ((types.PlanSpec("local", 1, 5),), ()):
+        given = {"execution": types.Execution(chunk=3), "specs": specs}
+        assert make(sizes=sizes, clients_per_round=6, **given).balance == 1.0
+
+
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_devices_get_as_much_work(devices):
     """As many rows each, in their order; much nearer to even than in turn."""

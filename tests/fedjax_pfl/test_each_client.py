@@ -332,13 +332,17 @@ def test_levels_are_python_numbers(problem):
     np.testing.assert_array_equal(out, [1, 1, 2, 2, 2, 2, 3, 3])
 
 
-def test_each_architecture_runs_its_own_clients(problem):
-    """`fn` is traced with each model; sums are of all, rows and states by group."""
+@pytest.mark.parametrize("fixed", [(), (("local", 6),)])
+def test_each_architecture_runs_its_own_clients(fixed, problem):
+    """`fn` is traced with each model; sums are of all, rows and states by group.
+
+    Clients of another architecture take no step, whatever they take in theirs.
+    """
     task, state, cohort, data = problem
     models = small.linear("first"), small.linear("second")
     group = np.arange(8) % 2
     how = task._replace(client_models=models, group_of_client=group)
-    how = how._replace(execution=HOW["two"])
+    how = how._replace(execution=HOW["two"], fixed_steps=fixed)
     state = state.replace(opt_state=(jnp.arange(4.0), jnp.arange(4.0) * 10))
     slot = jnp.where(cohort.row_mask, cohort.client_id // 2, 8)
     cohort = cohort.replace(row=slot)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 
@@ -148,3 +149,17 @@ def test_the_whole_entry_is_checked(options, monkeypatch):
         assert len(contract.check(algo, **given, rounds=2)) == 5
     assert seen[0].task.num_classes == seen[0].data.num_words == 8
     assert [one.config.algo for one in seen] == ["Mine", "own_fedavg"]
+
+
+@pytest.mark.parametrize(
+    "one, other, far",
+    [
+        ([np.inf, np.nan, 0.5], [np.inf, np.nan, 1.0], 0.5),
+        ([3.0, 200.0], [3.0, 100.0], 1.0),
+        ([1.0, np.nan], [1.0, 2.0], np.inf),
+        ([1, 2], [1, 2], 0.0),
+    ],
+)
+def test_how_far_numbers_are_apart(one, other, far):
+    """Equal ones, finite or not, are not; above 1 it is a share of the second."""
+    assert contract._apart(np.array(one), np.array(other)) == far

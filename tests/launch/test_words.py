@@ -7,7 +7,7 @@ import pytest
 
 from launch.folder import record
 from launch.run import summaries
-from launch.show import figures, words
+from launch.show import figures, table, words
 from launch.show import page as page_lib
 
 
@@ -96,3 +96,11 @@ def test_bytes_are_megabytes_and_fewer_are_better():
     entry = {"mean": 21_747_200.0, "std": 1e5, "per_seed": [21_647_200.0] * 2}
     assert (how.title, how.better) == ("MB up", "lower")
     assert how.text(entry) == "21.7 ± 0.1"
+
+
+def test_a_frame_has_the_numbers_of_its_heads():
+    how = words.metric("bytes_up")
+    values = [table.Value("2.5 ± 0.1", 2.5e6, 1e5), table.Value("–")]
+    made = table.Table(["a", "b"], [table.Column("", how, values)], [])
+    mean = made.to_frame()["MB up", "mean"]
+    assert mean.iloc[0] == 2.5 and np.isnan(mean.iloc[1])
