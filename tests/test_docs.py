@@ -75,7 +75,9 @@ def shown_algorithms():
     return re.findall(r"```python\n(.*?)```", (DOCS / "adding.md").read_text(), re.S)
 
 
-@pytest.mark.parametrize(("place", "name"), [(0, "fedprox"), (2, "fedbabu")])
+@pytest.mark.parametrize(
+    ("place", "name"), [(0, "fedprox"), (2, "fedbabu"), (3, "lg_fedavg")]
+)
 def test_shown_algorithms_are_those_of_files(place, name):
     """The code in docs/adding.md."""
     source = (ROOT / "algorithms" / f"{name}.py").read_text()

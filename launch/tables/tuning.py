@@ -20,7 +20,7 @@ class Choice(NamedTuple):
             are no validation rows.
         is_fine_tuned: Whether fine-tuning is better than none, for a row that may.
         edges: The tuned options whose best value is the least or largest of several,
-            and no other value is as good.
+            no other value is as good, and it leaves something to gain.
     """
 
     options: dict[str, Any]
@@ -69,10 +69,12 @@ def best(
             found.append((sign * value, chosen))
     top = max(score for score, _ in found)
     chosen, *others = [one for score, one in found if score == top]
+    is_whole = metric_kinds.of(chosen.metric) is metric_kinds.Kind.FRACTION and top == 1
     ends = tuple(
         name
         for name, x in chosen.options.items()
         if x in _ends(tune[name]) and all(x == one.options[name] for one in others)
+        if not is_whole
     )
     return chosen._replace(edges=ends)
 
