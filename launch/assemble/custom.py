@@ -154,6 +154,20 @@ def named(
     return given, in_memory, own_models
 
 
+def objects_in(recorded: Mapping[str, Any]) -> dict[str, str]:
+    """The recorded options that name models, an optimizer or metrics of Python.
+
+    By the option, what it was: a module, an optimizer or a function.
+    """
+    kinds = {"model": "module", "client_model": "module"}
+    kinds |= {"client_optimizer": "optimizer"}
+    out = {n: kind for n, kind in kinds.items() if recorded.get(n, "")[:4] == "own_"}
+    metrics = recorded.get("eval_metrics", "").split(",")
+    if not {*filter(None, metrics)} <= measures_lib.NAMES.keys():
+        out["eval_metrics"] = "function"
+    return out
+
+
 def given_again(
     recorded: Mapping[str, Any], given: Mapping[str, Any], path: Any
 ) -> dict[str, Any]:
@@ -162,14 +176,7 @@ def given_again(
     Raises:
         ValueError: one line: a custom object of the run is not given.
     """
-    names = {name: recorded.get(name, "") for name in ("model", "client_model")}
-    kinds = {name: "module" for name, value in names.items() if value[:4] == "own_"}
-    if recorded.get("client_optimizer", "").startswith("own_"):
-        kinds["client_optimizer"] = "optimizer"
-    metrics = recorded.get("eval_metrics", "").split(",")
-    if not {*filter(None, metrics)} <= measures_lib.NAMES.keys():
-        kinds["eval_metrics"] = "function"
-    for name, kind in kinds.items():
+    for name, kind in objects_in(recorded).items():
         if name not in given:
             flag = f"--{name}={recorded[name]}"
             raise ValueError(f"{path}: {flag} was a custom {kind}; give {name}=...")

@@ -116,8 +116,7 @@ class Progress(Listener):
     def _to_come(self, run: Run) -> tuple[int, int, float]:
         """How many rounds and evaluations are to come, and their seconds."""
         rounds = run.config.rounds - run.round
-        later = range(run.round + 1, run.config.rounds + 1)
-        evaluations = sum(map(run.is_due, later))
+        evaluations = run.evaluations_after(run.round)
         of_round, of_evaluation = self._costs(run)
         seconds = rounds * of_round + evaluations * of_evaluation
         return rounds, evaluations, seconds

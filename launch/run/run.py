@@ -179,6 +179,15 @@ class Run:
         regular = round % self.config.eval_every == 0
         return regular or round in self.window or round == self.config.rounds
 
+    def evaluations_after(self, round: int) -> int:
+        """Counts the rounds behind `round`, -1 = the start's too, that are evaluated.
+
+        They are those of `is_due`, without a look at each.
+        """
+        every, rounds = self.config.eval_every, self.config.rounds
+        others = {r for r in (*self.window, rounds) if r > round and r % every}
+        return rounds // every - round // every + len(others)
+
     @property
     def is_over(self) -> bool:
         """Whether all rounds are done, or validation has ended the run."""

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import algorithms
 from data import loaders
-from fedjax_pfl import measures
 from fedjax_pfl import options as options_lib
+from launch.assemble import custom
 from launch.config import presets, registry, schema, sweep
 from launch.folder import record
 from launch.show import words
@@ -79,23 +79,16 @@ def command(run: record.Record) -> str:
     It has the options that differ from what the preset and the names of algorithm and
     data set decide. A run with objects of Python is loaded from its folder instead.
     """
-    given = {
+    is_own = {
         "algo": run.flags["algo"] not in algorithms.ALGORITHMS,
         "dataset": run.flags["dataset"] == loaders.ARRAYS,
-        "model": run.flags.get("model", "").startswith("own_"),
-        "client_model": run.flags.get("client_model", "").startswith("own_"),
-        "client_optimizer": run.flags.get("client_optimizer", "").startswith("own_"),
-        "eval_metrics": not _known_metrics(run) <= measures.NAMES.keys(),
     }
-    if any(given.values()):
-        more = ", ".join(f"{name}=..." for name, is_own in given.items() if is_own)
+    given = [*(name for name in is_own if is_own[name]), *custom.objects_in(run.flags)]
+    if given:
+        more = ", ".join(f"{name}=..." for name in given)
         return f"build.load({str(run.path)!r}, {more}).run()  # in Python"
     options = [f"--{name}={value}" for name, value in _given(run).items()]
     return shlex.join(["fedjax-pfl", "run", *options])
-
-
-def _known_metrics(run: record.Record) -> set[str]:
-    return set(filter(None, run.flags.get("eval_metrics", "").split(",")))
 
 
 def _given(run: record.Record) -> dict[str, str]:

@@ -67,8 +67,7 @@ def of(made: Experiment, name: str, variants: Sequence[int], finished: int) -> M
     begin = time.perf_counter()
     simulation.evaluate()
     of_evaluation = time.perf_counter() - begin
-    evaluations = sum(made.is_due(one) for one in range(rounds + 1))
-    one = rounds * of_round + evaluations * of_evaluation
+    one = rounds * of_round + made.evaluations_after(-1) * of_evaluation
     left = variants[finished:]
     minutes = (sum(left) * one + len(left) * compiled) / 60
     programs = [simulation.ahead(name) for name in simulation.programs]

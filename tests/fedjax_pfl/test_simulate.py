@@ -365,6 +365,9 @@ def test_evaluations_are_due_once(unequal):
     """Regular ones, the summary's window and the last; then nothing more."""
     experiment = make(unequal, rounds=8, eval_every=3, summary="last")
     assert [r for r in range(9) if experiment.is_due(r)] == [0, 3, 6, 8]
+    for start in range(-1, 9):
+        later = [r for r in range(start + 1, 9) if experiment.is_due(r)]
+        assert experiment.evaluations_after(start) == len(later)
     assert experiment.next_stop() == 0
     experiment.measure()
     assert experiment.measure() == []
