@@ -229,7 +229,7 @@ def torch_round(
         client.load_state_dict(state)
         tx = optimizer(client.parameters())
         for rows in one.rows:
-            chosen = torch.from_numpy(rows[rows >= 0])
+            chosen = torch.from_numpy(rows[rows >= 0]).to(image.device)
             tx.zero_grad()
             out = client(image[chosen])
             torch.nn.functional.cross_entropy(out, label[chosen]).backward()
