@@ -7,17 +7,18 @@ import pathlib
 import jaxlib.version
 
 # Nothing here is big enough to gain by optimised code; compiling it takes longer.
-FLAGS_OF_XLA = [
-    "--xla_force_host_platform_device_count=4",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",  # the tests use all cores
-]
-# An unknown flag ends the process, and later versions do not know this one.
-if jaxlib.version.__version_info__ < (0, 11):
-    FLAGS_OF_XLA += ["--xla_cpu_use_fusion_emitters=false"]
-given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([given, *FLAGS_OF_XLA])
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=4",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_parallel_codegen_split_count=1",  # the tests use all cores
+        # An unknown flag ends the process, and later versions do not know this one.
+        "--xla_cpu_use_fusion_emitters=false"
+        * (jaxlib.version.__version_info__ < (0, 11)),
+    )
+)
 
 import jax
 import numpy as np
