@@ -22,6 +22,7 @@ def from_arrays(
     names: tuple[str, str] = ("y", "client"),
     columns: Mapping[str, np.ndarray] | None = None,
     test: tuple[Any, ...] | None = None,
+    val: tuple[Any, ...] | None = None,
 ) -> dataset.Dataset:
     """Makes a data set from a user's arrays.
 
@@ -35,7 +36,8 @@ def from_arrays(
         least_classes: The least number of different labels.
         names: The names of labels and owners in errors.
         columns: The columns of a table's `x` [N, D] by name, as given.
-        test: Official test rows (x, y) of the same kind.
+        test, val: Official test and validation rows, (x, y) or (x, y, client) of the
+            same kind. Without `client` they belong to no owner.
         where: The name of the arrays in errors, by default `dataset`, "" = none.
 
     Raises:
@@ -43,8 +45,12 @@ def from_arrays(
     """
     x = labels.unmasked(x, "x")
     num_train = len(x) if x.ndim else 0
-    if test is not None:
-        x, y, client = _with_tests(x, y, client, test)
+    has_owner = np.ones(num_train, bool)
+    for name, more in (("test", test), ("val", val)):
+        if more is not None:
+            x, y, client = _with_more(x, y, client, more, name)
+            is_new = np.full(len(x) - len(has_owner), len(more) == 3)
+            has_owner = np.append(has_owner, is_new)
     are_tokens = x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2
     if are_tokens and x.size:
         are_tokens = x.min() >= 0 and x.max() < 2**31
@@ -75,20 +81,15 @@ def from_arrays(
             f"labels are numbered 0 to {known.count - 1} in this order: "
             f"{labels.listed(known.names)}"
         )
-    untrained = np.setdiff1d(known.number, known.number[:num_train]).tolist()
-    if untrained:
-        names_of = known.names or tuple(map(str, range(known.count)))
-        only = labels.listed([names_of[one] for one in untrained])
-        notes.append(f"labels that only test rows have: {only}")
     notes += [labels.alike(known.names, "labels")]
     notes += [labels.alike(owned and owned.names, "owners")]
     if x.ndim == 2 and x.dtype.kind == "f" and x.dtype.itemsize > 4:
         of_x = {f"x[:, {j}]": x[:, j] for j in range(x.shape[1])}
         notes.append(merged(of_x if columns is None else columns))
-    return dataset.Dataset(
+    made = dataset.Dataset(
         image,
         known.number,
-        num_train,
+        len(x),
         known.count,
         None if owned is None else owned.number,
         classes=known.names,
@@ -96,32 +97,80 @@ def from_arrays(
         notes=tuple(filter(None, notes)),
         columns=None if columns is None else tuple(columns),
     )
+    num_val = 0 if val is None else len(val[0])
+    return divided(made, num_train, num_val, has_owner)
 
 
-def _with_tests(
-    x: np.ndarray, y: Any, client: Any, test: tuple[Any, ...]
-) -> tuple[np.ndarray, Any, Any]:
-    """Appends official test rows to (x, y, client)."""
-    both = [x, labels.as_array(y, "y")]
-    pair = (*test, *test)[:2]
-    others = [labels.unmasked(pair[0], "test"), labels.as_array(pair[1], "test")]
-    for name, one, other in zip("xy", both, others, strict=True):
-        is_like = name == "y" or one.dtype.kind == other.dtype.kind
-        is_like = is_like and one.shape[1:] == other.shape[1:] and len(other) > 0
-        if len(test) != 2 or not is_like:
-            raise ValueError(
-                f"test must be (x, y) like the train rows, whose {name} is {one.dtype} "
-                f"{list(one.shape)}; got {len(test)} arrays with {other.dtype} "
-                f"{list(other.shape)}"
-            )
-    if both[1].dtype.kind != others[1].dtype.kind:
-        # numpy would convert a number beside a text to text.
-        both[1], others[1] = both[1].astype(object), others[1].astype(object)
+def divided(
+    made: dataset.Dataset, num_train: int, num_val: int, has_owner: np.ndarray
+) -> dataset.Dataset:
+    """Tells train, official test and validation rows apart, which follow one another.
+
+    Rows without an owner, of bool[N] `has_owner`, have the client -1 afterwards. Raises
+    ValueError for an owner of none but test and validation rows.
+    """
+    client, notes = made.client, made.notes
+    kind = "test or validation" if num_val else "test"
+    number = made.label
+    untrained = np.setdiff1d(number, number[:num_train]).tolist()
+    if untrained:
+        names = made.classes or tuple(map(str, range(made.num_classes)))
+        only = labels.listed([names[one] for one in untrained])
+        notes += (f"labels that only {kind} rows have: {only}",)
     if client is not None:
-        # Official test rows belong to no client.
+        owned = np.setdiff1d(client[has_owner], client[:num_train]).tolist()
+        if owned:
+            names = dataset.owner_names(made)
+            only = labels.listed([names[one] for one in owned])
+            raise ValueError(
+                f"owners that only {kind} rows have: {only}; give them train rows, or "
+                "these rows without an owner"
+            )
+        client = np.where(has_owner, client, -1).astype(np.int32)
+    return made._replace(
+        num_train=num_train, client=client, notes=notes, num_val=num_val
+    )
+
+
+def _with_more(
+    x: np.ndarray, y: Any, client: Any, more: tuple[Any, ...], name: str
+) -> tuple[np.ndarray, Any, Any]:
+    """Appends official rows `more`, of the argument `name`, to (x, y, client)."""
+    both = [x, labels.as_array(y, "y")]
+    pair = (*more, *more)[:2]
+    others = [labels.unmasked(pair[0], name), labels.as_array(pair[1], name)]
+    most = 2 if client is None else 3
+    for part, one, other in zip("xy", both, others, strict=True):
+        is_like = part == "y" or one.dtype.kind == other.dtype.kind
+        is_like = is_like and one.shape[1:] == other.shape[1:] and len(other) > 0
+        if not 2 <= len(more) <= most or not is_like:
+            form = "(x, y)" if client is None else "(x, y) or (x, y, client)"
+            raise ValueError(
+                f"{name} must be {form} like the train rows, whose {part} is "
+                f"{one.dtype} {list(one.shape)}; got {len(more)} arrays with "
+                f"{other.dtype} {list(other.shape)}"
+            )
+    both[1], others[1] = _alike(both[1], others[1])
+    if client is not None:
         client = labels.as_array(client, "client")
-        client = np.concatenate([client, np.repeat(client[:1], len(others[0]))])
+        # Rows without an owner are told apart in `divided`.
+        owner = np.repeat(client[:1], len(others[0]))
+        if len(more) == 3:
+            owner = labels.as_array(more[2], f"{name}, client")
+            if owner.shape != others[1].shape:
+                raise ValueError(
+                    f"{name}: client has the shape {list(owner.shape)}, y "
+                    f"{list(others[1].shape)}; give one owner for each row"
+                )
+        client = np.concatenate(_alike(client, owner))
     return *map(np.concatenate, zip(both, others, strict=True)), client
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both as objects if numpy would convert a number beside a text to text."""
+    if one.dtype.kind == other.dtype.kind:
+        return one, other
+    return one.astype(object), other.astype(object)
 
 
 def merged(columns: Mapping[str, np.ndarray]) -> str:

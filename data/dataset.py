@@ -6,18 +6,20 @@ import numpy as np
 
 
 class Dataset(NamedTuple):
-    """All examples of a data set, with the official test rows last.
+    """All examples of a data set: train rows, official test rows, validation rows.
 
     Attributes:
         image: uint8 or float [N, ...], or tokens int32[N, T].
         label: int32[N]; for a text, the tokens again.
-        num_train: Rows of the official train split. The others are the test split.
+        num_train: Rows of the official train split, the first.
         num_classes: Y, or the number of words V.
-        client: int32[N], the natural owner of each row, or None.
+        client: int32[N], the natural owner of each row, -1 = test and validation rows
+            without one, or None.
         classes, owners: Their names, None if they are numbers 0, 1, ...
         notes: Lines about how the data were taken, such as the numbering of labels.
         columns: The column names of a table, in the order of the vectors.
         row: int64[N], each row's number before owners were dropped, None if none were.
+        num_val: Rows of the official validation split, the last.
     """
 
     image: np.ndarray
@@ -30,6 +32,17 @@ class Dataset(NamedTuple):
     notes: tuple[str, ...] = ()
     columns: tuple[str, ...] | None = None
     row: np.ndarray | None = None
+    num_val: int = 0
+
+    @property
+    def num_dealt(self) -> int:
+        """Rows of the official train and test split, the first."""
+        return len(self.label) - self.num_val
+
+    @property
+    def num_test(self) -> int:
+        """Rows of the official test split, between the two others."""
+        return self.num_dealt - self.num_train
 
     @property
     def is_text(self) -> bool:
@@ -62,17 +75,16 @@ def with_large_owners(source: Dataset, least: int) -> tuple[Dataset, dict[str, i
     dropped = {names[k]: int(size[k]) for k in np.flatnonzero(~is_large)}
     if not dropped:
         return source, dropped
-    is_train = np.arange(len(source.client)) < source.num_train
-    # Official test rows belong to no client.
-    kept = is_large[source.client] | ~is_train
-    number = np.maximum(np.cumsum(is_large) - 1, 0)
+    kept = is_large[source.client] | (source.client < 0)
+    number = np.append(np.cumsum(is_large) - 1, -1)
     return source._replace(
         image=source.image[kept],
         label=source.label[kept],
-        num_train=int((kept & is_train).sum()),
+        num_train=int(kept[: source.num_train].sum()),
         client=number[source.client[kept]].astype(np.int32),
         owners=tuple(names[k] for k in np.flatnonzero(is_large)),
         row=np.flatnonzero(kept),
+        num_val=int(kept[source.num_dealt :].sum()),
     ), dropped
 
 

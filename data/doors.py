@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 FORMS = (
     "a name, arrays (x, y[, client]), a DataFrame, a dict, torch's or Hugging Face's"
 )
-# Parts of a dict of data sets; validation rows are not used
-SPLITS = {"train", "test", "validation", "valid", "val", "dev"}
+# Parts of a dict of data sets; any of the last validates
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
 class Rows(NamedTuple):
@@ -40,28 +40,34 @@ class Rows(NamedTuple):
 
 
 def opened(
-    given: Any, test: Any = None, label: str = "", owner: str = ""
-) -> tuple[Rows, Rows | None]:
-    """Returns the rows of `dataset=`, and official test rows if there are any.
+    given: Any, test: Any = None, val: Any = None, label: str = "", owner: str = ""
+) -> tuple[Rows, Rows | None, Rows | None]:
+    """Returns the rows of `dataset=`, and official test and validation rows, or None.
 
-    `test` is the value of `test=`. `label` and `owner` name columns as in
-    `frames.from_frame`. Raises a one-line ValueError: what came, and what to give
-    instead.
+    `test` and `val` are the values of `test=` and `val=`, which replace parts of
+    `given`. `label` and `owner` name columns as in `frames.from_frame`. Raises a
+    one-line ValueError: what came, and what to give instead.
     """
-    line = ""
-    if test is None and isinstance(given, Mapping) and {"train"} <= {*given} <= SPLITS:
-        others = sorted({*given} - {"train", "test"})
-        line = f"parts that are not used: {', '.join(others)}" if others else ""
-        given, test = given["train"], given.get("test")
+    if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
+        several = [name for name in SPLITS[2:] if name in given]
+        if len(several) > 1:
+            raise ValueError(f"dataset: {' and '.join(several)}: give one of them")
+        test = given.get("test") if test is None else test
+        val = given[several[0]] if several and val is None else val
+        given = given["train"]
     elif test is None and _is_pair_of_pairs(given):
         given, test = given
-    rows = _rows(given, "dataset", label, owner)
-    rows = rows._replace(notes=(*filter(None, [line]), *rows.notes))
-    tests = None if test is None else _rows(test, "test", label, owner)
-    if tests is not None and (tests.frame is None) != (rows.frame is None):
-        forms = ["arrays" if one.frame is None else "a table" for one in (rows, tests)]
-        raise ValueError(f"dataset is {forms[0]} and test is {forms[1]}; give one form")
-    return rows, tests
+    out = [_rows(given, "dataset", label, owner)]
+    for name, more in (("test", test), ("val", val)):
+        out.append(None if more is None else _rows(more, name, label, owner))
+        if more is None or (out[-1].frame is None) == (out[0].frame is None):
+            continue
+        both = out[0], out[-1]
+        forms = ["arrays" if one.frame is None else "a table" for one in both]
+        raise ValueError(
+            f"dataset is {forms[0]} and {name} is {forms[1]}; give one form"
+        )
+    return tuple(out)
 
 
 def _is_pair_of_pairs(given: Any) -> bool:
@@ -88,7 +94,8 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         return Rows(tuple(map(_plain, given)))
     reason, sampler = f"got a {type(given).__name__}", getattr(given, "sampler", None)
     if isinstance(given, str):
-        reason = f"got the name {given!r}; test= is for data that are given in Python"
+        reason = f"got the name {given!r}; test= and val= are for data that are given "
+        reason += "in Python"
     elif sampler is not None and hasattr(given, "dataset"):
         # A loader draws its order again each time, but its data set has a fixed one.
         rows = getattr(given.dataset, "__len__", int)()

@@ -27,6 +27,9 @@ _NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
 _NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
 # Columns of two values that mark test rows
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
+# The column, in any case, of the parts of a table, and the names of these parts
+SPLIT = ("split",)
+PARTS = {"train": "train", "test": "test", "val": "val", "validation": "val"}
 # The columns of a CSV file, and the bytes of its first line
 MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
 # Texts that mean a missing number, in columns other than label and owner
@@ -116,15 +119,18 @@ def from_frame(
     label: str = "",
     owner: str = "",
     test: pandas.DataFrame | None = None,
+    val: pandas.DataFrame | None = None,
 ) -> dataset.Dataset:
     """Makes a data set of f32 vectors from the numeric columns of a table.
 
     Args:
-        frame: The table. Bools are 0 and 1. Its index is not used, with a note if it
+        frame: The table. A column `split` of text divides it into `PARTS`. Bools are 0
+            and 1. Its index is not used, with a note if it
             has a name.
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the owners, "" = the one named as in `OWNERS`, if any.
-        test: Official test rows, a table with the same columns.
+        test: Official test rows, a table with the same columns, of no owner.
+        val: Official validation rows, likewise; with the owner's column they have it.
         where: The name of the table in errors, by default `dataset`, "" = none.
 
     Raises:
@@ -138,18 +144,31 @@ def from_frame(
     _check_names(names)
     frame = frame.set_axis(names, axis=1)
     label, owner = chosen(names, label, owner)
+    unused, column, parts = frame.index.names, _split_column(frame, label, owner), {}
+    if column:
+        if test is not None or val is not None:
+            raise ValueError(f"its column {column} names parts; omit it, or test, val")
+        names.remove(column)
+        frame, *others = _parts(frame, column)
+        parts = dict(zip(("test", "val"), others, strict=True))
     features = [name for name in names if name not in (label, owner)]
-    count, unused = len(frame), frame.index.names
+    count = len(frame)
     if not count or not features:
         lacking = "column beside the label and the owner" if count else "row"
         raise ValueError(f"there is no {lacking}")
-    if test is not None:
-        test = test.set_axis(list(map(str, test.columns)), axis=1)
-        _check_names(list(test.columns))
-        if owner:
-            # Official test rows belong to no client.
-            test = test.assign(**{owner: frame[owner].iloc[0]})
-        frame = pandas.concat([frame, _with_columns(test, names)], ignore_index=True)
+    sizes, has_owner = {"val": 0}, np.ones(count, bool)
+    for name, part in (parts or {"test": test, "val": val}).items():
+        if part is None or (column and not len(part)):
+            continue
+        part = part.set_axis(list(map(str, part.columns)), axis=1)
+        _check_names(list(part.columns))
+        is_owned = bool(owner) and (bool(column) or name == "val" and owner in part)
+        if owner and not is_owned:
+            # A part without an owner still needs a value.
+            part = part.assign(**{owner: frame[owner].iloc[0]})
+        frame = pandas.concat([frame, _with_columns(part, names)], ignore_index=True)
+        sizes[name] = len(part)
+        has_owner = np.append(has_owner, np.full(len(part), is_owned))
 
     _check_numbers(frame, features)
     kind, values = "missing", None
@@ -180,8 +199,32 @@ def from_frame(
     if index := [str(name) for name in unused if name is not None]:
         line += f"; the index {labels.listed(index)} is not used, .reset_index() makes "
         line += "it a column"
+    if column:
+        line += f"; split: {column}"
     doubts = _doubts(values, features, made.label)
-    return made._replace(num_train=count, notes=(line, *made.notes, *doubts))
+    made = made._replace(notes=(line, *made.notes, *doubts))
+    return arrays.divided(made, count, sizes["val"], has_owner)
+
+
+def _split_column(frame: pandas.DataFrame, label: str, owner: str) -> str:
+    """The column of text that says which part each row is in, "" if there is none."""
+    found = _called([n for n in frame.columns if n not in (label, owner)], SPLIT)
+    texts = [name for name in found if frame[name].map(type).eq(str).any()]
+    return texts[0] if len(texts) == 1 else ""
+
+
+def _parts(frame: pandas.DataFrame, column: str) -> list[pandas.DataFrame]:
+    """The train, test and validation rows of a table; ValueError for other parts."""
+    part = frame[column].map(lambda name: PARTS.get(str(name).strip().lower()))
+    if part.isna().any():
+        odd = sorted(set(map(str, frame[column][part.isna()])))
+        raise ValueError(
+            f"the column {column} holds {labels.listed(odd)}; expected "
+            f"{', '.join(PARTS)}, or drop it, or rename it if it is a feature"
+        )
+    return [
+        frame[part == name].drop(columns=column) for name in ("train", "test", "val")
+    ]
 
 
 def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:

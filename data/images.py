@@ -24,6 +24,8 @@ _SPLITS = (
     *("train", "training", "trainset", "test", "testing", "testset", "dev"),
     *("val", "valid", "validation", "eval", "evaluation", "holdout", "pred"),
 )
+# Folders over the others for train, official test and validation images, in this order
+PARTS = {"train": 0, "test": 1, "val": 2, "validation": 2}
 _KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
 # A folder that archives of a Mac contain
 _LEFT_OVER = "__MACOSX"
@@ -34,6 +36,7 @@ _COLOURS = ("RGB", "P", "CMYK", "YCbCr", "HSV", "LAB")
 def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
     """Makes a data set of the images in class/file or owner/class/file.
 
+    Both may be in folders for parts of the data, `train` and others of `PARTS`.
     Rows are in the order of the paths. Names that begin with a dot, and folders
     `__MACOSX`, are skipped. All sizes are checked before any pixels are read. Fewer
     different labels than `least_classes` are refused.
@@ -50,7 +53,10 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
         what = "a file" if root.exists() else "not there"
         raise ValueError(f"it is {what}; give a folder of folders of images")
     found, others = _listed(root)
-    depths = {len(one.parts): one for one in found[::-1]}
+    part = _parts(found)
+    found = sorted(found, key=lambda one: (part.get(one, 0), one))
+    above = bool(part)  # folders over owners and classes
+    depths = {len(one.parts) - above: one for one in found[::-1]}
     if not depths.keys() <= {2, 3} or len(depths) != 1:
         shown = " and ".join(str(one) for one in list(depths.values())[:2])
         reason = "images must be in class/file or owner/class/file, all of them alike; "
@@ -58,7 +64,8 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
         if not found:
             reason = f"there are no images ({', '.join(SUFFIXES)}) in folders of it"
         raise ValueError(reason)
-    _check_names(sorted({one.parts[0] for one in found}), len(found[0].parts))
+    depth = len(found[0].parts) - above
+    _check_names(sorted({one.parts[above] for one in found}), depth)
     notes = _notes_of_links(root, found)
     sizes = {_read(root, one, lambda image: image.size): one for one in found}
     if len(sizes) > 1:
@@ -80,7 +87,7 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
         notes += (f"{num_gray} gray images among those in colour became RGB",)
     if others:
         notes += (f"files that are not images are left out: {others}",)
-    owners = [one.parts[0] for one in found] if len(found[0].parts) == 3 else None
+    owners = [one.parts[above] for one in found] if depth == 3 else None
     if owners and len(set(owners)) == 1:
         notes += (f"the one folder {owners[0]} over the classes is not an owner",)
         owners = None
@@ -93,7 +100,21 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
         names=("the class folder", "the owner folder"),
         where="",
     )
-    return made._replace(notes=made.notes + notes)
+    made = made._replace(notes=made.notes + notes)
+    count = [sum(one == kind for one in part.values()) for kind in range(3)]
+    if not part:
+        return made
+    return arrays.divided(made, count[0], count[2], np.ones(len(found), bool))
+
+
+def _parts(found: list[pathlib.Path]) -> dict[pathlib.Path, int]:
+    """The place in `PARTS` of each image's first folder, {} if not all are such."""
+    tops = {one.parts[0]: one.parts[0].lower() for one in found}
+    is_deep = all(len(one.parts) > 2 for one in found)
+    names = [*tops.values()]
+    if not is_deep or not {"train"} < {*names} <= PARTS.keys():
+        return {}
+    return {one: PARTS[tops[one.parts[0]]] for one in found}
 
 
 def _listed(root: pathlib.Path) -> tuple[list[pathlib.Path], str]:
@@ -109,7 +130,7 @@ def _listed(root: pathlib.Path) -> tuple[list[pathlib.Path], str]:
     for folder, inside, names in os.walk(root, onerror=refuse, followlinks=True):
         place = pathlib.Path(folder).relative_to(root)
         inside[:] = [name for name in inside if name[0] != "." and name != _LEFT_OVER]
-        if len(place.parts) > 3:
+        if len(place.parts) > 4:
             inside[:] = []  # refused by its depth, also where links make a circle
         below = (os.path.join(folder, name) for name in inside)
         behind.update(one for one in below if folder in behind or os.path.islink(one))

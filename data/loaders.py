@@ -254,22 +254,40 @@ def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
     )
 
 
+# Arrays of a user's npz file, with `_test` and `_val` those of official rows
+_OWN = ("x", "y", "client")
+
+
 def load_npz(
     path: str, layout: str = "auto", least_classes: int = 2
 ) -> dataset.Dataset:
     """Loads a user's npz file with `x`, `y` and optionally `client`; see `arrays`.
 
-    Raises ValueError, whose message is a phrase, if it cannot be read or its arrays do
-    not fit.
+    Official test and validation rows are in `x_test`, `y_test`, `client_test` and
+    `x_val`, ... Raises ValueError, whose message is a phrase, if it cannot be read or
+    its arrays do not fit.
     """
-    found = npz.read(pathlib.Path(path), ("x", "y"), ("client",))
-    given = found["x"], found["y"], found.get("client")
+    parts = [[f"{name}_{part}" for name in _OWN] for part in ("test", "val")]
+    known = (*_OWN, *parts[0], *parts[1])
+    found = npz.read(pathlib.Path(path), _OWN[:2], known[2:])
+    more = []
+    for names in parts:
+        held = [name for name in names if name in found]
+        if held and held[:2] != names[:2]:
+            lacking = next(name for name in names if name not in held)
+            raise ValueError(f"has {held[0]} without {lacking}; add it, or omit both")
+        more.append(tuple(found[name] for name in held) or None)
     made = arrays.from_arrays(
-        *given, layout=layout, least_classes=least_classes, where=""
+        *(found["x"], found["y"], found.get("client")),
+        layout=layout,
+        least_classes=least_classes,
+        test=more[0],
+        val=more[1],
+        where="",
     )
     with zipfile.ZipFile(path) as archive:
         held = {name.removesuffix(".npy") for name in archive.namelist()}
-    if others := sorted(held - {"x", "y", "client"}):
+    if others := sorted(held.difference(known)):
         line = f"arrays of the file that are not used: {labels.listed(others)}"
         made = made._replace(notes=(*made.notes, line))
     return made

@@ -131,19 +131,19 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     Raises ValueError if a client would have too few examples.
     """
     if spec.partition.startswith(file.PREFIX):
-        found = file.read(spec.partition, len(source.label))
+        found = file.read(spec.partition, source.num_dealt)
         _check_sizes(found.train.count, spec)
         train = held_out.first_share(found.train, source.label, spec.train_share)
         return found._replace(train=train)
     gen = rng.generator(seed, "data.partition")
     official = spec.test_split == "official"
-    if official and source.num_train == len(source.label):
+    if official and not source.num_test:
         raise ValueError(
             "--test_split=official: this data set has no official test rows; take "
-            "client_share, or give test=(x, y) from Python"
+            "client_share, or give your own (docs/data.md#your-own-split)"
         )
     is_pooled = spec.test_split in held_out.POOLED
-    size = len(source.label) if is_pooled else source.num_train
+    size = source.num_dealt if is_pooled else source.num_train
     # The rows of a text have neighbours, which stay together.
     in_order = spec.partition == "contiguous" or (
         source.is_text and spec.partition == "natural"
@@ -183,8 +183,30 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     else:
         train, test = held_out.split(owned, source.label, spec.test_split, seed)
     train = held_out.first_share(train, source.label, spec.train_share)
-    tail = np.arange(source.num_train, len(source.label))
-    return Split(train, test, tail if official else tail[:0], proxy)
+    given = parts.Given(test, proxy[:0])
+    if official:
+        given = _given(source, np.arange(source.num_train, source.num_dealt), spec)
+    return Split(train, *given, proxy)
+
+
+def own_validation(source: dataset.Dataset, spec: PartitionSpec) -> parts.Given:
+    """The data's own validation rows, whose clients are found as for its test rows."""
+    return _given(source, np.arange(source.num_dealt, len(source.label)), spec)
+
+
+def _given(
+    source: dataset.Dataset, row: np.ndarray, spec: PartitionSpec
+) -> parts.Given:
+    """Divides official rows int64[...] into those of clients and those of nobody.
+
+    Natural clients have the rows that name them as owners. Others have none.
+    """
+    nobody = np.full(len(row), -1)
+    owner = source.client[row] if spec.partition == "natural" else nobody
+    # Rows of owners beyond the clients are in no part.
+    is_owned = (owner >= 0) & (owner < spec.num_clients)
+    owned = parts.collect(row[is_owned], owner[is_owned], spec.num_clients)
+    return parts.Given(owned, row[owner < 0])
 
 
 def export(
@@ -266,10 +288,10 @@ def _client_rows(
 
 def with_validation(
     split: Split, source: dataset.Dataset, share: float, seed: int
-) -> tuple[Split, parts.Parts]:
+) -> tuple[Split, parts.Given]:
     """Returns (the split without them, validation rows), see `held_out.validation`."""
     train, val = held_out.validation(split.train, source.label, share, seed)
-    return split._replace(train=train), val
+    return split._replace(train=train), parts.Given(val, val.row[:0])
 
 
 def without_unseen(split: Split, unseen: np.ndarray) -> tuple[Split, parts.Parts]:
@@ -280,7 +302,7 @@ def without_unseen(split: Split, unseen: np.ndarray) -> tuple[Split, parts.Parts
 
 def stack(
     splits: Sequence[Split],
-    vals: Sequence[parts.Parts] = (),
+    vals: Sequence[parts.Given] = (),
     unseen: Sequence[parts.Parts] = (),
 ) -> types.Partition:
     """Stacks splits to a `types.Partition` of numpy arrays with seeds as first axis.
@@ -292,12 +314,15 @@ def stack(
     def stacked(some: Sequence[parts.Parts]) -> Any:
         return _client_rows(some, [one.row for one in some]) if some else ()
 
+    def measured(some: Sequence[parts.Given]) -> Any:
+        rows = [np.concatenate([one.owned.row, one.others]) for one in some]
+        return _client_rows([one.owned for one in some], rows) if some else ()
+
     train, test, official, proxy = zip(*splits, strict=True)
-    tested = [np.concatenate([a.row, b]) for a, b in zip(test, official, strict=True)]
     return types.Partition(
         train=stacked(train),
-        test=_client_rows(test, tested),
+        test=measured(list(map(parts.Given, test, official))),
         proxy=_padded(proxy, max(map(len, proxy))),
-        val=stacked(vals),
+        val=measured(vals),
         unseen=stacked(unseen),
     )

@@ -44,6 +44,13 @@ class Parts(NamedTuple):
             yield self.row[begin : begin + count]
 
 
+class Given(NamedTuple):
+    """Rows to measure on: `owned` by clients, and `others` int64[...] of nobody."""
+
+    owned: Parts
+    others: np.ndarray
+
+
 class Split(NamedTuple):
     """Rows of the data set for one seed: train and test rows by client.
 

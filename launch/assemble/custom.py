@@ -16,7 +16,7 @@ from fedjax_pfl import optimizer
 from launch.config import registry, schema, sweep
 
 # Options that are not flags
-ONLY_IN_PYTHON = ("split", "test")
+ONLY_IN_PYTHON = ("split", "test", "val")
 
 
 def measured(
@@ -129,15 +129,16 @@ def named(
 ) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
     """Replaces custom data and models by names, and returns what these names mean.
 
-    Custom data are the pair of `dataset` and `test`, or None.
+    Custom data are `dataset`, `test` and `val`, or None.
     """
     given, in_memory, own_models, chains = dict(given), None, {}, {}
     split = {"model": given.pop("split", ())}
     if "sweep" in given:
         given["sweep"] = sweep.text(given["sweep"])
-    found, test = given.get("dataset", ""), given.pop("test", None)
-    if not isinstance(found, str) or test is not None:
-        given["dataset"], in_memory = loaders.ARRAYS, (found, test)
+    found = given.get("dataset", "")
+    more = given.pop("test", None), given.pop("val", None)
+    if not isinstance(found, str) or any(one is not None for one in more):
+        given["dataset"], in_memory = loaders.ARRAYS, (found, *more)
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
         if not isinstance(modules, str):

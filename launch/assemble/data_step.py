@@ -59,7 +59,8 @@ def made(
         given = getattr(config, flag)
         # A round tests what it trained on test rows alone.
         by_val = flag != "eval_moments"
-        if given != off and not (stacked.test.count.any() or (by_val and vals)):
+        has_val = by_val and any(one.owned.count.any() for one in vals)
+        if given != off and not (stacked.test.count.any() or has_val):
             given = given if isinstance(given, str) else f"{given:g}"
             raise ValueError(
                 f"--{flag}={given}: clients have no test rows on "
@@ -98,15 +99,19 @@ def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
 def _with_validation(
     settings: Settings, splits: Sequence[partitions.Split], seeds: Sequence[int]
 ) -> tuple[list[partitions.Split], list[Any]]:
-    """(the splits without them, validation rows by seed), of `--val_split`.
+    """(the splits without them, validation rows by seed), [] if there are none.
 
-    An exported partition has both as train rows, and a run on the file draws them
-    again.
+    They are the data's own, or those of `--val_split`. An exported partition has the
+    latter as train rows, and a run on the file draws them again.
 
     Raises:
         ValueError: clients are too small for a validation row.
     """
     share = settings.config.val_split
+    if settings.source.num_val:
+        specs = [_spec(settings.config, seed) for seed in seeds]
+        own = [partitions.own_validation(settings.source, one) for one in specs]
+        return list(splits), own
     if not share:
         return list(splits), []
     given = zip(splits, seeds, strict=True)
@@ -115,7 +120,7 @@ def _with_validation(
         for one, seed in given
     ]
     out, vals = map(list, zip(*pairs, strict=True))
-    if not min(val.count.sum() for val in vals):
+    if not min(val.owned.count.sum() for val in vals):
         most = max(one.train.count.max() for one in splits)
         raise ValueError(
             f"--val_split={share} leaves no validation row, as clients have at most "

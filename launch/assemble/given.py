@@ -69,7 +69,7 @@ def settled(**given: Any) -> Settings:
     label_hash = sha256(np.asarray(source.label, np.int32)).hexdigest()
     identity = file.Identity(len(source.label), examples.hexdigest(), label_hash)
     config = resolve.resolve(config, source, given)
-    resolve.check(config, own_models)
+    resolve.check(config, own_models, source.num_val)
     fitted, dropped_owners = _fitted(config, source)
     if fitted is not source:
         examples = sha256(fitted.image, fitted.label)
@@ -90,11 +90,11 @@ def settled(**given: Any) -> Settings:
 
 
 def _source(
-    config: schema.Config, in_memory: tuple[Any, Any] | None
+    config: schema.Config, in_memory: tuple[Any, Any, Any] | None
 ) -> dataset.Dataset:
     """Loads the data set that was given in Python, or that `--dataset` names."""
     rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
-    train, test = rows or (doors.Rows(None), None)
+    train, *others = rows or (doors.Rows(None), None, None)
     if rows or config.dataset != loaders.ARRAYS:
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
@@ -103,16 +103,22 @@ def _source(
         options = {name: getattr(config, name) for name in names}
         found = loaders.load(config.dataset, config.data_dir, **options)
     elif train.frame is not None:
+        test, val = (one and one.frame for one in others)
         named = train.frame, config.label, config.owner
-        found = frames.from_frame(*named, test=test and test.frame)
+        found = frames.from_frame(*named, test=test, val=val)
     else:
-        test = test and test.arrays
-        found = arrays.from_arrays(*train.arrays, layout=config.layout, test=test)
-    notes = *train.notes, *found.notes
-    has_test = found.num_train < len(found.label)
-    if rows and has_test and config.test_split == "client_share":
-        notes += ("--test_split=client_share does not use the rows of test=",)
-    found = found._replace(notes=notes)
+        test, val = (one and one.arrays for one in others)
+        given = {"layout": config.layout, "test": test, "val": val}
+        found = arrays.from_arrays(*train.arrays, **given)
+    notes = [*train.notes, *found.notes]
+    kind, is_own = config.test_split, loaders.is_own(config.dataset)
+    if is_own and found.num_test and kind == "client_share":
+        where = "of test=" if rows else "that are test rows in the data"
+        notes.append(f"--test_split={kind} does not use the rows {where}")
+    if found.num_val and kind not in (None, "official"):
+        line = "the data's own validation rows validate in any case"
+        notes.append(f"--test_split={kind} is of the other rows; {line}")
+    found = found._replace(notes=tuple(notes))
     turns = config.rotate_classes
     return dataset.rotated(found, turns) if turns > 1 else found
 

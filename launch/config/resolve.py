@@ -65,7 +65,7 @@ def resolve(
     facts = {
         "algo": config.algo,
         "dataset": name,
-        "num_examples": len(source.label),
+        "num_examples": source.num_dealt,
         "image_shape": "x".join(map(str, source.image.shape[1:])),
         "public_images": entry.public_images and not has_images,
     }
@@ -84,10 +84,10 @@ def resolve(
             least = rules.get("min_examples", least)
         rules["num_clients"] = _owners(config, source, least)
         rules["examples_per_client"] = 0
-    if source.num_train == len(source.label) and rules["test_split"] == "official":
+    if not source.num_test and rules["test_split"] == "official":
         # Unlike the paper's data, these have no official test rows.
         rules["test_split"] = "client_share"
-    if loaders.is_own(name) and source.num_train < len(source.label):
+    if loaders.is_own(name) and source.num_test:
         rules["test_split"] = "official"
         if partition == "natural" and config.test_split in held_out.POOLED:
             raise ValueError(
@@ -142,10 +142,9 @@ def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
 
 def _of_text(source: dataset.Dataset) -> dict[str, Any]:
     """The options that a text decides, whatever a paper's images have."""
-    has_tests = source.num_train < len(source.label)
     return {
         "text_length": source.image.shape[1],
-        "test_split": "official" if has_tests else "client_share",
+        "test_split": "official" if source.num_test else "client_share",
         "normalization": "none",
         "augment": "none",
         "image_size": 0,
@@ -259,16 +258,28 @@ def client_classes(config: schema.Config) -> tuple[tuple[int, ...], ...]:
     return found
 
 
-def check(config: schema.Config, own: Collection[str] = ()) -> None:
-    """Raises ValueError if resolved options contradict; `own` names custom models."""
+def check(config: schema.Config, own: Collection[str] = (), num_val: int = 0) -> None:
+    """Raises ValueError if resolved options contradict.
+
+    `own` names custom models, and `num_val` is the number of the data's own validation
+    rows.
+    """
     most = limits.SEED_LIMIT + 1 - config.num_seeds
     options.check_at_most("seed", config.seed, most, "as the last of --num_seeds fits")
     most, why = config.num_clients, "all of --num_clients"
     options.check_at_most("clients_per_round", config.clients_per_round, most, why)
     options.validate(config)
-    if config.summary == "best_validation" and not config.val_split:
+    if config.val_split and num_val:
         raise ValueError(
-            "--summary=best_validation needs validation rows; give --val_split=0.2"
+            f"--val_split={config.val_split:g}: the data bring {num_val} validation "
+            "rows of their own; omit it"
+        )
+    chooses = config.early_stop or config.summary == "best_validation"
+    if chooses and not (config.val_split or num_val):
+        name = "early_stop" if config.early_stop else "summary"
+        raise ValueError(
+            f"--{name}={getattr(config, name)} needs validation rows; give "
+            "--val_split=0.2, or your own (docs/data.md#your-own-split)"
         )
     if config.early_stop and config.summary != "best_validation":
         raise ValueError(

@@ -387,7 +387,6 @@ class Evaluation:
         "end the run when no seed's validation, as in --summary=best_validation, has "
         "become better for this many rounds, 0 = never",
         minimum=0,
-        needs={"val_split": options.ON},
     )
 
 

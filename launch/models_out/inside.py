@@ -23,7 +23,7 @@ def rows(run: Run, client_id: int, split: str, seed: int | None) -> np.ndarray:
     options.check_one_of("split", split, SPLITS)
     client_model.check_client(run, client_id)
     index, found = run.seed_index(seed), run.data.partition
-    if split == "val" and not run.config.val_split:
+    if split == "val" and isinstance(found.val, tuple):
         raise ValueError("split=val: there are no validation rows; give val_split")
     # Train rows of clients that never train are in a table of their own.
     table = {"train": found.adapting, "val": found.val, "test": found.test}[split]

@@ -161,7 +161,7 @@ def images(**more):
 )
 def test_examples_that_are_arrays(given, words):
     """All of them are the same arrays, with a line where columns were chosen."""
-    rows, test = doors.opened(given)
+    rows, test, _ = doors.opened(given)
     assert test is None and rows.frame is None
     assert words in " ".join(rows.notes) and len(rows.notes) == bool(words)
     found = arrays.from_arrays(*rows.arrays, layout="nhwc")
@@ -184,7 +184,7 @@ def test_examples_that_are_arrays(given, words):
 )
 def test_tables(given):
     """All of them are the same table, to the last bit of a float64."""
-    rows, _ = doors.opened(given)
+    rows, *_ = doors.opened(given)
     assert rows.arrays is None and rows.has_columns
     pandas.testing.assert_frame_equal(rows.frame, TABLE, check_dtype=False)
     assert frames.from_frame(rows.frame).columns == ("a", "b")
@@ -197,14 +197,14 @@ def test_a_table_beside_its_labels(of):
     """As scikit-learn takes them: columns keep their names, rows their places."""
     other = pandas.Series(Y, index=np.arange(12)[::-1] + 7)
     for others in ((Y,), (other,), (Y.tolist(), np.repeat(["p", "q"], 6))):
-        rows, _ = doors.opened((of(TABLE[["a", "b"]]), *others))
+        rows, *_ = doors.opened((of(TABLE[["a", "b"]]), *others))
         found = frames.from_frame(rows.frame)
         assert found.columns == ("a", "b")
         assert found.owners == (("p", "q") if len(others) > 1 else None)
         np.testing.assert_array_equal(found.label, Y)
         np.testing.assert_array_equal(found.image[:, 1], TABLE["b"])
     with pytest.raises(ValueError, match="several columns are named y"):
-        rows, _ = doors.opened((of(TABLE[["a"]].assign(y=Y)), Y))
+        rows, *_ = doors.opened((of(TABLE[["a"]].assign(y=Y)), Y))
         frames.from_frame(rows.frame)
 
 
@@ -213,17 +213,23 @@ def test_tables_beside_labels_that_are_arrays():
     pixels = pandas.DataFrame(X.reshape(12, -1))
     assert arrays.from_arrays(*doors.opened((pixels, Y))[0].arrays).image.dtype == "u1"
     for labels in (Y[:5], Y[:, None]):
-        rows, _ = doors.opened((TABLE[["a"]], labels))
+        rows, *_ = doors.opened((TABLE[["a"]], labels))
         with pytest.raises(ValueError, match=r"y must be labels \[12\], got"):
             arrays.from_arrays(*rows.arrays)
 
 
 def test_parts():
-    """Validation rows are not used, and a line says so."""
-    rows, tests = doors.opened({"train": (X, Y), "validation": (X, Y)})
-    assert tests is None and rows.notes == ("parts that are not used: validation",)
-    rows, tests = doors.opened({"train": (X, Y), "dev": 0, "test": (X[:2], Y[:2])})
-    assert len(tests.arrays[0]) == 2 and rows.notes == ("parts that are not used: dev",)
+    """Train, official test and validation rows, of a dict or beside it."""
+    few = X[:2], Y[:2]
+    _, tests, vals = doors.opened({"train": (X, Y), "validation": few})
+    assert tests is None and len(vals.arrays[0]) == 2
+    _, tests, vals = doors.opened({"train": (X, Y), "dev": (X, Y), "test": few})
+    assert [len(one.arrays[0]) for one in (tests, vals)] == [2, 12]
+    rows, _, vals = doors.opened((X, Y), val=few)
+    found = arrays.from_arrays(*rows.arrays, layout="nhwc", val=vals.arrays)
+    assert (found.num_train, found.num_test, found.num_val) == (12, 0, 2)
+    with pytest.raises(ValueError, match="dataset: val and dev: give one of them"):
+        doors.opened({"train": (X, Y), "dev": few, "val": few})
 
 
 def test_labels_of_test_rows_alone():
@@ -237,7 +243,7 @@ def test_owners_and_names_of_columns():
     owner, columns = np.repeat(["p", "q"], 6), {"x": X, "kind": Y, "y": 0 * Y}
     for given in ({"label": "kind"}, {"label": "kind", "owner": "site"}):
         name = given.get("owner", "Client")
-        rows, _ = doors.opened(columns | {name: owner}, **given)
+        rows, *_ = doors.opened(columns | {name: owner}, **given)
         assert [len(one) for one in rows.arrays] == [12] * 3
         np.testing.assert_array_equal(rows.arrays[1], Y)
         np.testing.assert_array_equal(rows.arrays[2], owner)
@@ -253,7 +259,7 @@ def test_owners_and_names_of_columns():
 )
 def test_official_test_rows(given, test):
     """Behind the train rows, with labels numbered together."""
-    rows, tests = doors.opened(given, test)
+    rows, tests, _ = doors.opened(given, test)
     found = arrays.from_arrays(*rows.arrays, layout="nhwc", test=tests.arrays)
     assert found.num_train == 8 and len(found.label) == 12
     np.testing.assert_array_equal(found.image, X.astype(found.image.dtype))
@@ -278,7 +284,7 @@ def test_official_test_rows_of_a_table():
         (5, None, "got a int"),
         (X, None, "got a ndarray"),
         (TABLE["a"], None, "got a Series"),
-        ("mnist_5k", (X, Y), "the name .mnist_5k.; test= is for data that are given"),
+        ("mnist_5k", (X, Y), "the name .mnist_5k.; test= and val= are for data"),
         (Stream(), None, "got a Stream without __len__ .* join its batches to arrays"),
         (Loader(pairs(), range(5)), None, "draws some of its rows; give its .dataset"),
         (Loader(Stream(), Stream()), None, "draws some of its rows; give its .dataset"),
@@ -298,7 +304,7 @@ def test_official_test_rows_of_a_table():
 def test_what_is_not_taken(given, test, words):
     """One line that says what to give instead."""
     with pytest.raises(ValueError, match=words) as error:
-        rows, _ = doors.opened(given, test)
+        rows, *_ = doors.opened(given, test)
     assert "\n" not in str(error.value) and str(error.value).startswith("dataset")
 
 
@@ -331,7 +337,7 @@ def test_bfloat16():
 def test_real_libraries():
     """Those that are installed."""
     polars = pytest.importorskip("polars")
-    rows, _ = doors.opened(polars.DataFrame(TABLE.to_dict("list")))
+    rows, *_ = doors.opened(polars.DataFrame(TABLE.to_dict("list")))
     pandas.testing.assert_frame_equal(rows.frame, TABLE, check_dtype=False)
 
 
@@ -350,7 +356,7 @@ def test_real_data_sets_of_torch():
 def test_real_data_sets_of_hugging_face():
     """Where datasets is installed."""
     datasets = pytest.importorskip("datasets")
-    rows, _ = doors.opened(datasets.Dataset.from_dict(TABLE.to_dict("list")))
+    rows, *_ = doors.opened(datasets.Dataset.from_dict(TABLE.to_dict("list")))
     pandas.testing.assert_frame_equal(rows.frame, TABLE, check_dtype=False)
     kinds = {"x": datasets.Array3D((5, 6, 3), "uint8"), "y": datasets.Value("int64")}
     columns = {"x": list(X), "y": Y.tolist()}
@@ -365,7 +371,7 @@ def test_images_of_a_palette_are_in_colour():
     gen = np.random.default_rng(0)
     colours = [gen.integers(0, 255, (8, 8, 3)).astype("u1") for _ in range(8)]
     palette = [pillow.fromarray(one).convert("P") for one in colours]
-    found, _ = doors.opened([(one, k % 2) for k, one in enumerate(palette)])
+    found, *_ = doors.opened([(one, k % 2) for k, one in enumerate(palette)])
     wanted = [np.asarray(one.convert("RGB")) for one in palette]
     np.testing.assert_array_equal(found.arrays[0], np.stack(wanted))
 
@@ -381,7 +387,7 @@ def test_labels_in_another_order_than_their_table():
         with pytest.raises(ValueError, match="y has the index of the table in another"):
             doors.opened((table, label.sample(frac=1, random_state=0)))
     doors.opened((TABLE[["a", "b"]], pandas.Series(Y, index=[1, "a"] * 6)))
-    rows, _ = doors.opened((TABLE[["a", "b"]][::-1], label[::-1]))
+    rows, *_ = doors.opened((TABLE[["a", "b"]][::-1], label[::-1]))
     assert rows.frame["y"].tolist() == Y[::-1].tolist()
 
 

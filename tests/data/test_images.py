@@ -160,15 +160,24 @@ def test_no_such_folder(tmp_path):
             loaders.load(f"images:{tmp_path}/{name}", "")
 
 
-def test_splits_are_no_owners(tmp_path):
-    """The usual folders of a download are not two clients."""
-    for split in ("train", "Test"):
+@pytest.mark.parametrize("owners", [("",), ("bern", "genf")])
+def test_folders_of_a_split(tmp_path, owners):
+    """Over classes, or over owners: train, official test and validation rows."""
+    for shade, (owner, split) in enumerate(
+        (owner, split) for owner in owners for split in ("train", "Test", "validation")
+    ):
         for name in ("cat", "dog"):
-            folder = tmp_path / split / name
+            folder = tmp_path / split / owner / name
             folder.mkdir(parents=True)
-            Image.fromarray(np.zeros((4, 4), np.uint8)).save(folder / "one.png")
-    with pytest.raises(ValueError, match="look like splits and not like owners .Test"):
-        loaders.load(f"images:{tmp_path}", "")
+            Image.fromarray(np.full((4, 4), shade, np.uint8)).save(folder / "one.png")
+    found, each = loaders.load(f"images:{tmp_path}", ""), 2 * len(owners)
+    assert (found.num_train, found.num_test, found.num_val) == (each, each, each)
+    assert found.classes == ("cat", "dog")
+    kind = found.image[:, 0, 0, 0] % 3
+    np.testing.assert_array_equal(kind, np.repeat([0, 1, 2], each))
+    assert found.owners == (owners if len(owners) > 1 else None)
+    if found.owners:
+        np.testing.assert_array_equal(found.client, np.tile([0, 0, 1, 1], 3))
 
 
 def tops(root, *names, depth=3):

@@ -165,16 +165,27 @@ def test_npz_without_owners(tmp_path):
 
 def test_npz_with_other_arrays(tmp_path):
     """A line names what is not used."""
-    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=Y, x_test=X)
+    np.savez(tmp_path / "own.npz", x=X, y=Y, owner=Y, x_dev=X)
     found = loaders.load(f"npz:{tmp_path}/own.npz", "")
-    assert found.notes[-1] == "arrays of the file that are not used: owner, x_test"
+    assert found.notes[-1] == "arrays of the file that are not used: owner, x_dev"
     np.savez(tmp_path / "own.npz", x=X, y=Y, client=Y)
     assert "not used" not in "".join(loaders.load(f"npz:{tmp_path}/own.npz", "").notes)
+
+
+def test_npz_with_a_split(tmp_path):
+    """Official test rows of nobody, and validation rows of owners."""
+    held = {"x": X, "y": Y, "client": Y, "x_test": X[:2], "y_test": Y[:2]}
+    held |= {"x_val": X[3:], "y_val": Y[3:], "client_val": Y[3:]}
+    found = loaders.load(save(tmp_path, **held), "")
+    assert (found.num_train, found.num_test, found.num_val) == (6, 2, 3)
+    np.testing.assert_array_equal(found.image[-3:], X[3:])
+    np.testing.assert_array_equal(found.client, [*Y, -1, -1, *Y[3:]])
 
 
 @pytest.mark.parametrize(
     "arrays, reason",
     [
+        ({"x": X, "y": Y, "x_val": X}, "has x_val without y_val; add it, or omit both"),
         ({"x": X}, "x and y are needed"),
         ({"y": Y}, "x and y are needed"),
         ({"images": X, "labels": Y}, "images.*labels"),

@@ -65,6 +65,8 @@ def test_laws(kind, test_split, fraction, tmp_path):
     Rows of `overlap` may be of several clients.
     """
     client = np.arange(2400) % 6
+    if test_split == "official":
+        client[1920:] = -1
     source = tables.table([400] * 6, num_train=1920, client=client)
     name = kind.split()[0]
     one = spec(name, 6, test_split=test_split, proxy_fraction=fraction, **KINDS[kind])
@@ -486,6 +488,30 @@ def test_stack_pads_the_shorter_seeds():
     np.testing.assert_array_equal(stacked.proxy, [[8, 9], [5, -1]])
     for leaf in (stacked.train.row, stacked.test.start, stacked.proxy):
         assert leaf.dtype == np.int32
+
+
+def test_official_rows_of_owners_and_of_nobody():
+    """Natural clients have theirs, other clients none, and all are in the union."""
+    client = np.r_[np.arange(60) % 3, [0, 2, 2, -1], [1, 1, -1, 0]]
+    source = tables.table([34, 34], num_train=60, client=client)._replace(num_val=4)
+    for kind, tests, vals in [
+        ("natural", [[60], [], [61, 62]], [[67], [64, 65], []]),
+        ("iid", [[], [], []], [[], [], []]),
+    ]:
+        one = spec(kind, 3, test_split="official")
+        split, val = (
+            partitions.split(source, one, 0),
+            partitions.own_validation(source, one),
+        )
+        assert [rows.tolist() for rows in split.test.by_client()] == tests
+        assert [rows.tolist() for rows in val.owned.by_client()] == vals
+        stacked = partitions.stack([split], [val])
+        for table, first, last in ((stacked.test, 60, 64), (stacked.val, 64, 68)):
+            rows = np.sort(table.row[table.row >= 0])
+            np.testing.assert_array_equal(rows, np.arange(first, last))
+        assert split.train.row.max() < 60
+    whole = spec("iid", 3, test_split="pool")
+    assert max(tables.all_owned(partitions.split(source, whole, 0))) == 63
 
 
 def test_stack_of_official_splits():

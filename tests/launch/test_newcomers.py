@@ -110,6 +110,62 @@ def test_validation_rows_are_train_rows_with_the_same_class_mix():
         assert (rows(with_val.test, client) == rows(without.test, client)).all()
 
 
+def own_split(**given):
+    """The common data with test and validation rows of their own, of owners."""
+    x, y, owner = COMMON["dataset"]
+    split = {"test": slice(160, 200), "val": slice(200, 240)}
+    parts = {name: (x[rows], y[rows], owner[rows] % 6) for name, rows in split.items()}
+    return {"dataset": (x[:160], y[:160], owner[:160] % 6), **parts} | given
+
+
+def test_validation_rows_of_the_data():
+    """Natural clients validate on their own, others' models on all; none trains."""
+    without = ran(**own_split(val=None))
+    mine, alone = ran(**own_split()), ran(**own_split(partition="iid", num_clients=4))
+    assert mine.config.test_split == "official"
+    for client in range(6):
+        val = rows(part(mine).val, client)
+        np.testing.assert_array_equal(
+            val, 200 + np.flatnonzero(COMMON["dataset"][2][200:] % 6 == client)
+        )
+        np.testing.assert_array_equal(mine.rows(client, "val"), val)
+    assert part(alone).val.count.sum() == 0
+    plain = [
+        {n: v for n, v in one.items() if n[:4] != "val_" and n != "seconds"}
+        for one in mine.metrics
+    ]
+    said = [{n: v for n, v in one.items() if n != "seconds"} for one in without.metrics]
+    assert plain == said
+    twin = mine.summary()["metrics"]
+    accuracy = mine.evaluate(X[200:], Y[200:])["accuracy"]
+    np.testing.assert_allclose(twin["val_global_accuracy"]["mean"], accuracy, atol=1e-6)
+    assert "val_client_accuracy" in twin and "client_accuracy" in twin
+    names = alone.summary()["metrics"]
+    assert "val_global_accuracy" in names
+
+
+def test_validation_rows_of_the_data_choose():
+    given = {"rounds": 8, "eval_every": 1, "early_stop": 2, "num_seeds": 2}
+    stopped = ran(**own_split(**given))
+    assert stopped.config.summary == "best_validation" and stopped.round <= 8
+    for seed, value in zip(
+        stopped.seeds,
+        stopped.summary()["metrics"]["best_round"]["per_seed"],
+        strict=True,
+    ):
+        found = [one for one in stopped.metrics if one["seed"] == seed]
+        top = max(found, key=lambda one: one["val_client_accuracy"])
+        assert top["round"] == value
+    with pytest.raises(ValueError, match="--val_split=0.2: the data bring 40 .* omit"):
+        planned(**own_split(val_split=0.2))
+    x, y, owner = COMMON["dataset"]
+    with pytest.raises(ValueError, match="owners that only test or validation rows ha"):
+        planned(dataset=(x[:40], y[:40], owner[:40]), val=(x, y, owner))
+    made = planned(**own_split(test=None, test_split="client_share"))
+    (line,) = [one for one in made.notes if "validate in any case" in one]
+    assert line.startswith("--test_split=client_share is of the other rows")
+
+
 def test_unseen_clients_never_train_and_depend_on_the_seed():
     experiment = planned(**NEW)
     mine = part(experiment)

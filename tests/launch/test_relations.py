@@ -196,7 +196,6 @@ classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_pa
 client_classes needs partition=classes !
 difference needs hessian_free=true
 drop_every notes layer_dropping=true
-early_stop needs val_split=on
 edge_probability needs topology=erdos_renyi
 eval_clients notes c_gen=true
 eval_metrics only images
