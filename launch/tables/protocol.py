@@ -118,10 +118,6 @@ class Study:
                 raise ValueError(f"study: tune: {name}: expected different values")
         for setting, own in self.settings.items():
             options = self.options | own
-            if self.tune and not options.get("val_split"):
-                raise ValueError(
-                    "study: tune chooses by validation rows; give val_split"
-                )
             has_epochs = options.get(_EPOCHS) or _EPOCHS in self.tune
             if self._fine_tuned() and not has_epochs:
                 first, where = self._fine_tuned()[0], f" in {setting}" * bool(setting)
@@ -155,9 +151,18 @@ class Study:
             )
         for setting, own in self.settings.items():
             options = self.options | own | {"num_seeds": self.seeds}
-            if options.get("val_split"):
-                options = {"summary": summaries.BEST} | options
-            compared = compare.compare(self._bases, run=False, **options)
+            chosen = {"summary": summaries.BEST} | options
+            given = chosen if options.get("val_split") else options
+            compared = compare.compare(self._bases, run=False, **given)
+            first = next(iter(compared.values()))
+            has_val = not isinstance(first.data.partition.val, tuple)
+            if self.tune and not has_val:
+                raise ValueError(
+                    "study: tune chooses by validation rows; give val_split, or val"
+                )
+            if has_val and given is not chosen and "summary" not in options:
+                # Only the data say that they have validation rows of their own.
+                compared = compare.compare(self._bases, run=False, **chosen)
             self.notes += [n for n in compared.notes if n not in self.notes]
             self._options[setting], of_rows = dict(compared.options), {}
             for base, made in compared.items():
@@ -682,8 +687,9 @@ def study(
         metrics: Those of its table, () = the usual ones.
         folder: Where the study is kept and continues; "" = a temporary folder, which is
             gone with the study.
-        **options: As in `build.experiment`, for all methods. With `val_split` the
-            `summary` is `best_validation` unless it is given.
+        **options: As in `build.experiment`, for all methods. With validation rows, of
+            `val_split` or of the data, the `summary` is `best_validation` unless it is
+            given.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.

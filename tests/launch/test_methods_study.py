@@ -80,6 +80,24 @@ def test_test_rows_choose_nothing():
     assert results[0] != results[1]
 
 
+def test_validation_rows_of_the_data_choose(tmp_path):
+    """They are found in a file too, and are no test rows."""
+    held = {"x": X[:140], "y": Y[:140], "x_test": X[140:170], "y_test": Y[140:170]}
+    np.savez(tmp_path / "own.npz", **held, x_val=X[170:], y_val=Y[170:])
+    given = OPTIONS | {"tune": TUNE, "fine_tune_epochs": 0, "val_split": 0.0}
+    given["dataset"] = f"npz:{tmp_path / 'own.npz'}"
+    ran = build.study(["fedavg"], **given).run(progress=False)
+    ((_, _, chosen),) = ran.choices()
+    assert chosen.metric == "val_global_accuracy"
+    alone = build.experiment(
+        algo="fedavg",
+        **{name: given[name] for name in OPTIONS} | chosen.options,
+        summary="best_validation",
+    ).run(progress=False)["metrics"]
+    frame = ran.table(["global_accuracy"]).to_frame()
+    assert frame.loc["fedavg"].iloc[0] == alone["global_accuracy"]["mean"]
+
+
 def test_results_are_runs_at_the_best_point(done):
     """A row is a run of all seeds with the chosen options."""
     rate = done.choice("", "fedavg").options["client_lr"]
