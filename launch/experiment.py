@@ -252,6 +252,14 @@ class Experiment(Run):
         """`metrics` as a table: one line for every evaluated round, seed and point."""
         return frames.of(self.metrics)
 
+    def client_metrics(self) -> pandas.DataFrame:
+        """Clients' own accuracies: a line for each round, seed, point and client.
+
+        The rounds are those of the summary, or with `client_metrics="every"` all that
+        were evaluated. A text has perplexities.
+        """
+        return frames.client_metrics(self)
+
     def partition_counts(self, seed: int | None = None) -> pandas.DataFrame:
         """Train examples of each client (lines) and class; None = the first seed.
 

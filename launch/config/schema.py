@@ -382,6 +382,13 @@ class Evaluation:
         " best = after that with the best accuracy on test rows, as others' tables do",
         choices=SUMMARIES,
     )
+    client_metrics: str = option(
+        "summary",
+        "evaluations of which each client's accuracy is kept (clients.npz): those of "
+        "--summary, or every one",
+        choices=("summary", "every"),
+        label="never",
+    )
     early_stop: int = option(
         0,
         "end the run when no seed's validation, as in --summary=best_validation, has "

@@ -86,16 +86,17 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     With `fine_tune_epochs` there is `fine_tuned_accuracy` too. A text has perplexities
     instead, as `perplexity`, and no class counts. Names of classes and of the clients'
     owners are included if they are not numbers. If --summary chooses a round, there is
-    one, -1, which stands for `best_round` [seed] ([seed, point] in a sweep).
+    one, -1, which stands for `best_round` [seed] ([seed, point] in a sweep). With
+    `client_metrics=every` there are also `every_round` and, of all evaluations,
+    `every_accuracy` and so on.
     """
-    found = run.client_accuracies[:, : len(run.window)]
-    points, seeds = run.points, len(run.seeds)
-    if run.config.sweep:
-        found = found.reshape(seeds, len(points), *found.shape[1:])
-    name = PERPLEXITY if run.data.num_words else ACCURACY
-    accuracies = {name: found}
-    if run.config.fine_tune_epochs:
-        accuracies = {name: found[..., 0, :], FINE_TUNED + name: found[..., 1, :]}
+    points = run.points
+    accuracies = _accuracies(run, run.client_accuracies[:, : len(run.window)])
+    if run.history is not None:
+        done, every = run.kept_accuracies()
+        found = _accuracies(run, np.moveaxis(every, 0, 1))
+        accuracies |= {f"every_{name}": one for name, one in found.items()}
+        accuracies["every_round"] = done[:, 0]
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
@@ -118,6 +119,16 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         "test_size": np.asarray(run.data.partition.test.count),
         **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
     }
+
+
+def _accuracies(run: Run, found: np.ndarray) -> dict[str, np.ndarray]:
+    """Accuracies [variants, rounds, ..., K] by name, with axes of seeds and points."""
+    if run.config.sweep:
+        found = found.reshape(len(run.seeds), len(run.points), *found.shape[1:])
+    name = PERPLEXITY if run.data.num_words else ACCURACY
+    if not run.config.fine_tune_epochs:
+        return {name: found}
+    return {name: found[..., 0, :], FINE_TUNED + name: found[..., 1, :]}
 
 
 def class_counts(run: Run) -> np.ndarray:

@@ -311,12 +311,15 @@ def arrays_of_first(arrays: Any, template: Any) -> Any:
         if is_key:
             leaf = None if leaf is None else jax.random.key_data(leaf)
             like = jax.eval_shape(jax.random.key_data, like)
+        shape = like.shape
+        if -1 in shape:  # an axis of any length, see `checkpoint.restore`
+            shape = tuple(on_first(lambda: list(leaf.shape)))
         if leaf is None:
-            leaf = np.zeros(like.shape, like.dtype)
+            leaf = np.zeros(shape, like.dtype)
         # Sent as bytes, since jax may not have 64-bit numbers.
         bits = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
         got = np.asarray(multihost_utils.broadcast_one_to_all(bits))
-        array = got.view(like.dtype).reshape(like.shape)
+        array = got.view(like.dtype).reshape(shape)
         return jax.random.wrap_key_data(array) if is_key else array
 
     return structure.unflatten(map(one, sent, like))

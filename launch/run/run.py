@@ -17,10 +17,17 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.assemble import assemble, computed, notes
 from launch.config import limits, sweep
 from launch.machine import devices, memory
-from launch.run import summaries
+from launch.run import history, summaries
 
 # The metrics of clients' models before a round's training
 _BEFORE = re.compile(r"client_.*|worst_decile_.*")
+
+
+def _evaluations(config: Any, window: Sequence[int], after: int = -1) -> int:
+    """Counts the rounds behind `after` that are evaluated, see `Run.is_due`."""
+    every, rounds = config.eval_every, config.rounds
+    others = {r for r in (*window, rounds) if r > after and r % every}
+    return rounds // every - after // every + len(others)
 
 
 class Run:
@@ -34,6 +41,7 @@ class Run:
         client_accuracies: f64[variants, window, K], nan if not evaluated; with
             `fine_tune_epochs` f64[variants, window, 2, K], before and after it. All
             points of the first seed come first, then those of the second, ...
+        history: What every evaluation measured of each client, None = not kept.
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
         classes: Names in the order of `predict`'s columns, None if they are 0..Y-1.
@@ -87,9 +95,12 @@ class Run:
         # The shape does not depend on `rounds`, so that a longer run can resume.
         num_variants = len(self.seeds) * len(self.points)
         moments = (2,) if config.fine_tune_epochs else ()
-        shape = max(len(self.window), 10), *moments, config.num_clients
-        shape = num_variants, *shape
-        self.client_accuracies = np.full(shape, np.nan)
+        slots, each = max(len(self.window), 10), (*moments, config.num_clients)
+        self.client_accuracies = np.full((num_variants, slots, *each), np.nan)
+        self.history: history.History | None = None
+        if config.client_metrics == "every":
+            self.history = history.History((num_variants, *each))
+            self.history.check(_evaluations(config, self.window))
         self.simulation = simulate.Simulation(
             *(program, self.data, self.planner, self.seeds, how, config.rounds),
             parts.points,
@@ -184,9 +195,7 @@ class Run:
 
         They are those of `is_due`, without a look at each.
         """
-        every, rounds = self.config.eval_every, self.config.rounds
-        others = {r for r in (*self.window, rounds) if r > round and r % every}
-        return rounds // every - round // every + len(others)
+        return _evaluations(self.config, self.window, round)
 
     @property
     def is_over(self) -> bool:
@@ -245,6 +254,8 @@ class Run:
                 record["diverged"] = int(self.totals.diverged[index])
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
         self.metrics += records
+        if self.history is not None:
+            self.history.add([accuracies for _, accuracies in results])
         for index, (_, accuracies) in enumerate(results):
             slot = self._slot(index)
             if accuracies is not None and slot is not None:
@@ -277,8 +288,11 @@ class Run:
                 f"rounds={rounds} needs accuracies of clients from round {min(window)} "
                 f"on, which finished rounds do not have; give {enough} or more"
             )
+        config = dataclasses.replace(self.config, rounds=rounds)
+        if self.history is not None:
+            self.history.check(_evaluations(config, window))
         old, self.window = (self.window, self.client_accuracies), window
-        self.config = dataclasses.replace(self.config, rounds=rounds)
+        self.config = config
         self.client_accuracies = np.full_like(self.client_accuracies, np.nan)
         self._keep_accuracies(*old)
         self.simulation.rounds = rounds
@@ -311,6 +325,8 @@ class Run:
         """The (arrays, host counters) of a checkpoint, valid until the next round."""
         simulation, clock = self.simulation, self.totals.clock
         arrays = {"state": simulation.saved, "accuracies": self.client_accuracies}
+        if self.history is not None:
+            arrays["history"] = self.history.stacked
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
             "diverged": simulation.totals.diverged.tolist(),
@@ -325,6 +341,9 @@ class Run:
     def saved_templates(self) -> list[Any]:
         """The shapes of the arrays of `saved`, and other shapes that `load` accepts."""
         accuracies = {"accuracies": self.client_accuracies}
+        if self.history is not None:
+            shape = (-1, *self.history.shape)
+            accuracies["history"] = jax.ShapeDtypeStruct(shape, np.float64)
         simulation = self.simulation
         forms = simulation.rows.templates(simulation.template())
         return [{"state": state, **accuracies} for state in forms]
@@ -342,6 +361,8 @@ class Run:
             self.compute(how._replace(chunk=chunk))
         self.metrics = list(metrics)
         self._keep_accuracies(host.pop("window"), arrays["accuracies"])
+        if self.history is not None:
+            self.history.arrays = list(arrays["history"])
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
         counts = self.totals.messages
         host["messages"] = np.asarray(host["messages"], np.int64).reshape(counts.shape)
@@ -360,6 +381,31 @@ class Run:
         for slot, done in enumerate(window):
             if done in self.window:
                 self.client_accuracies[:, self.window.index(done)] = accuracies[:, slot]
+
+    def kept_accuracies(self) -> tuple[np.ndarray, np.ndarray]:
+        """The evaluations of clients that are kept: those of the summary, or all.
+
+        Returns:
+            (the round int64[E, variants] of each evaluation, its accuracies
+            f64[E, variants, K], with `fine_tune_epochs` f64[E, variants, 2, K]).
+        """
+        count = self.simulation.variants.count
+        done = list(dict.fromkeys(record["round"] for record in self.metrics))
+        if self.history is not None:
+            rounds, found = done, self.history.stacked
+        elif self.config.summary in summaries.CHOSEN_BY:
+            # Without a best round the last one counts.
+            best = [self._best_round(index) for index in range(count)]
+            best = [self.round if one is None else one for one in best]
+            several = slice(0, min(len(done), 1))
+            found = self.client_accuracies[:, several]
+            return np.array([best])[several], np.moveaxis(found, 1, 0)
+        else:
+            slots = [slot for slot, one in enumerate(self.window) if one in done]
+            rounds = [self.window[slot] for slot in slots]
+            found = np.moveaxis(self.client_accuracies[:, slots], 1, 0)
+        each = np.repeat(np.array(rounds, int)[:, None], count, axis=1)
+        return each, found
 
     def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
         """The index of a seed at a point, None = the first; ValueError if unknown."""

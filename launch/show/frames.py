@@ -28,6 +28,43 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
     return frame[first + [name for name in frame if name not in first]]
 
 
+def client_metrics(run: Run) -> pandas.DataFrame:
+    """A line for each client in each evaluation that is kept: accuracy, or perplexity.
+
+    Columns are `round`, `seed`, the numbers of a sweep, `client`, `owner` if clients
+    have names, `unseen` if some never train, and the metrics, nan if not evaluated.
+    """
+    import pandas
+
+    rounds, found = run.kept_accuracies()
+    variants, num_clients = run.simulation.variants, run.config.num_clients
+    seed = np.array([variants.seed(index) for index in range(variants.count)])
+    point = [run.points[variants.point(index)] for index in range(variants.count)]
+
+    def of_lines(values: Any) -> np.ndarray:
+        """Values of variants [V], or of evaluations too [E, V], for each line."""
+        shape = *rounds.shape, num_clients
+        return np.broadcast_to(np.asarray(values)[..., None], shape).reshape(-1)
+
+    client = np.tile(np.arange(num_clients), rounds.size)
+    columns = {"round": of_lines(rounds), "seed": of_lines(np.array(run.seeds)[seed])}
+    for name in run.points[0]:
+        columns[name] = of_lines([one[name] for one in point])
+    columns["client"] = client
+    if run.owners:
+        columns["owner"] = np.array(run.owners)[client]
+    unseen = run.data.partition.is_unseen
+    if unseen.any():
+        columns["unseen"] = unseen[np.broadcast_to(seed, rounds.shape)].reshape(-1)
+    kind = finished.PERPLEXITY if run.data.num_words else finished.ACCURACY
+    if run.config.fine_tune_epochs:
+        columns[kind] = found[..., 0, :].reshape(-1)
+        columns[finished.FINE_TUNED + kind] = found[..., 1, :].reshape(-1)
+    else:
+        columns[kind] = found.reshape(-1)
+    return pandas.DataFrame(columns)
+
+
 def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
     """Train examples by client and class; a text has one column, `no classes`."""
     import pandas
