@@ -103,6 +103,7 @@ def assemble(
     first = dataclasses.replace(hparams, **points[0])
     task = execution_step.chosen(settings, planned, data, first, len(points), target)
     made, of_others = _program(settings, planned, task, data, first, points)
+    _check_choosing(config, made.program.algorithm, data)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     notes += _of_plans(made.program.algorithm.plans, planned)
@@ -118,6 +119,23 @@ def assemble(
         target=target,
         trained_before=[one.rows for one in found.known if one.rows is not None],
     )
+
+
+def _check_choosing(
+    config: schema.Config, algorithm: types.Algorithm, data: types.Data
+) -> None:
+    """Refuses (ValueError) to choose by validation rows on which nothing is measured.
+
+    Rows of no owner are measured with the server's models alone.
+    """
+    val = data.partition.val
+    is_idle = algorithm.server is None and not isinstance(val, tuple)
+    if config.summary == "best_validation" and is_idle and not val.count.any():
+        raise ValueError(
+            f"--summary=best_validation: --algo={config.algo} has no server's model to "
+            "measure on validation rows without owners; give their owners with "
+            "--partition=natural, or --val_split instead"
+        )
 
 
 def _of_plans(

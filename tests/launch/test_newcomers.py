@@ -161,6 +161,9 @@ def test_validation_rows_of_the_data_choose():
     x, y, owner = COMMON["dataset"]
     with pytest.raises(ValueError, match="owners that only test or validation rows ha"):
         planned(dataset=(x[:40], y[:40], owner[:40]), val=(x, y, owner))
+    free = {"partition": "iid", "num_clients": 4, "algo": "fedper"}
+    with pytest.raises(ValueError, match="--algo=fedper has no server's model to meas"):
+        planned(**own_split(**free, summary="best_validation"))
     made = planned(**own_split(test=None, test_split="client_share"))
     (line,) = [one for one in made.notes if "validate in any case" in one]
     assert line.startswith("--test_split=client_share is of the other rows")
