@@ -7,7 +7,7 @@ import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -124,9 +124,8 @@ def from_frame(
     """Makes a data set of f32 vectors from the numeric columns of a table.
 
     Args:
-        frame: The table. A column `split` of text divides it into `PARTS`. Bools are 0
-            and 1. Its index is not used, with a note if it
-            has a name.
+        frame: The table. Bools are 0 and 1. Its index is not used, with a note if it
+            has a name. A column `split` of text divides it into `PARTS`.
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the owners, "" = the one named as in `OWNERS`, if any.
         test: Official test rows, a table with the same columns, of no owner.
@@ -138,37 +137,28 @@ def from_frame(
             number nor the label or owner, or has a name, such as `id`, that marks it as
             not a feature.
     """
-    import pandas
-
     names = [str(name) for name in frame.columns]
     _check_names(names)
     frame = frame.set_axis(names, axis=1)
     label, owner = chosen(names, label, owner)
-    unused, column, parts = frame.index.names, _split_column(frame, label, owner), {}
+    unused, column = frame.index.names, _split_column(frame, label, owner)
+    parts = {"test": test, "val": val}
     if column:
         if test is not None or val is not None:
-            raise ValueError(f"its column {column} names parts; omit it, or test, val")
-        names.remove(column)
+            raise ValueError(
+                f"the column {column} says which rows test; omit test, val"
+            )
         frame, *others = _parts(frame, column)
-        parts = dict(zip(("test", "val"), others, strict=True))
+        names, parts = list(frame.columns), dict(zip(parts, others, strict=True))
     features = [name for name in names if name not in (label, owner)]
     count = len(frame)
     if not count or not features:
         lacking = "column beside the label and the owner" if count else "row"
-        raise ValueError(f"there is no {lacking}")
-    sizes, has_owner = {"val": 0}, np.ones(count, bool)
-    for name, part in (parts or {"test": test, "val": val}).items():
-        if part is None or (column and not len(part)):
-            continue
-        part = part.set_axis(list(map(str, part.columns)), axis=1)
-        _check_names(list(part.columns))
-        is_owned = bool(owner) and (bool(column) or name == "val" and owner in part)
-        if owner and not is_owned:
-            # A part without an owner still needs a value.
-            part = part.assign(**{owner: frame[owner].iloc[0]})
-        frame = pandas.concat([frame, _with_columns(part, names)], ignore_index=True)
-        sizes[name] = len(part)
-        has_owner = np.append(has_owner, np.full(len(part), is_owned))
+        raise ValueError(f"there is no {lacking}{' to train on' * bool(column)}")
+    # The owner's column of a table that is given as `test` is not read.
+    with_owner = {name for name in parts if column or name == "val"} if owner else set()
+    frame, has_owner = _joined(frame, parts, owner, with_owner)
+    num_val = 0 if parts["val"] is None else len(parts["val"])
 
     _check_numbers(frame, features)
     kind, values = "missing", None
@@ -203,7 +193,35 @@ def from_frame(
         line += f"; split: {column}"
     doubts = _doubts(values, features, made.label)
     made = made._replace(notes=(line, *made.notes, *doubts))
-    return arrays.divided(made, count, sizes["val"], has_owner)
+    return arrays.divided(made, count, num_val, has_owner)
+
+
+def _joined(
+    frame: pandas.DataFrame,
+    parts: Mapping[str, pandas.DataFrame | None],
+    owner: str,
+    with_owner: Collection[str],
+) -> tuple[pandas.DataFrame, np.ndarray]:
+    """Appends tables with the same columns, and tells which rows have an owner.
+
+    Returns (the rows of all, bool[N]). Those of a table that is not in `with_owner`, or
+    lacks the column `owner`, have none; there that column has any value.
+    """
+    import pandas
+
+    has_owner = np.ones(len(frame), bool)
+    for name, part in parts.items():
+        if part is None:
+            continue
+        part = part.set_axis(list(map(str, part.columns)), axis=1)
+        _check_names(list(part.columns))
+        is_owned = name in with_owner and owner in part
+        if owner and not is_owned:
+            part = part.assign(**{owner: frame[owner].iloc[0]})
+        both = frame, _with_columns(part, frame.columns)
+        frame = pandas.concat(both, ignore_index=True)
+        has_owner = np.append(has_owner, np.full(len(part), is_owned))
+    return frame, has_owner
 
 
 def _split_column(frame: pandas.DataFrame, label: str, owner: str) -> str:
@@ -222,9 +240,8 @@ def _parts(frame: pandas.DataFrame, column: str) -> list[pandas.DataFrame]:
             f"the column {column} holds {labels.listed(odd)}; expected "
             f"{', '.join(PARTS)}, or drop it, or rename it if it is a feature"
         )
-    return [
-        frame[part == name].drop(columns=column) for name in ("train", "test", "val")
-    ]
+    rest = frame.drop(columns=column)
+    return [rest[part == name] for name in ("train", "test", "val")]
 
 
 def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:

@@ -37,6 +37,39 @@ def test_frame():
     check(frames.from_frame(nullable, "species", "site"))
 
 
+SPLIT = ["Train", "validation", "train", "test", "val", "train"]
+
+
+def test_a_column_of_the_split(tmp_path):
+    """Train, test and validation rows in this order, with their owners."""
+    table = pandas.concat([FRAME, FRAME[:2]]).assign(split=SPLIT)
+    table.to_csv(tmp_path / "own.csv", index=False)
+    given = {"label": "species", "owner": "site"}
+    for found in (
+        frames.from_frame(table, **given),
+        loaders.load(f"csv:{tmp_path}/own.csv", "", **given),
+    ):
+        assert (found.num_train, found.num_test, found.num_val) == (3, 1, 2)
+        np.testing.assert_array_equal(found.image[:, 2], [1, 3, 2, 4, 2, 1])
+        np.testing.assert_array_equal(found.client, [1, 1, 0, 1, 0, 1])
+        assert "split" not in found.columns and "; split: split" in found.notes[0]
+        assert "labels that only test or validation rows have: ash" in found.notes
+    with pytest.raises(ValueError, match="column split holds dev; expected train, tes"):
+        frames.from_frame(table.replace({"split": {"test": "dev"}}), **given)
+    with pytest.raises(ValueError, match="column split says which rows test; omit"):
+        frames.from_frame(table, **given, val=FRAME)
+
+
+def test_validation_rows_of_a_table():
+    """Of their owners, or of nobody without that column."""
+    given = {"label": "species", "owner": "site", "test": FRAME[:1]}
+    found = frames.from_frame(FRAME, **given, val=FRAME[1:])
+    np.testing.assert_array_equal(found.client[4:], [-1, 0, 1, 1])
+    found = frames.from_frame(FRAME, **given, val=FRAME.drop(columns="site"))
+    np.testing.assert_array_equal(found.client[4:], [-1] * 5)
+    assert (found.num_train, found.num_test, found.num_val) == (4, 1, 4)
+
+
 @pytest.mark.parametrize("opened, suffix", [(open, ".csv"), (gzip.open, ".csv.gz")])
 def test_csv(tmp_path, opened, suffix):
     """The same table from a file, plain or compressed, with a mark of its encoding."""
