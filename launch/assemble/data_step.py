@@ -171,7 +171,7 @@ def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:
 def _notes(
     settings: Settings, known: Sequence[model_files.Known], test_row: np.ndarray
 ) -> tuple[str, ...]:
-    """Lines about owners that are left out, the partition, and files of models."""
+    """Lines about owners, the partition, own validation rows, and files of models."""
     config, lines = settings.config, []
     if config.export_partition and settings.dropped_owners:
         lines.append(
@@ -180,6 +180,13 @@ def _notes(
             "constants of its --normalization"
         )
     lines.append(partitions.note(config.partition, settings.identity))
+    owners = settings.source.client
+    val_owners = () if owners is None else owners[settings.source.num_dealt :]
+    if np.any(np.greater_equal(val_owners, 0)) and config.partition != "natural":
+        lines.append(
+            f"--partition={config.partition}: the data's own validation rows belong to "
+            "no client; natural gives them to their owners"
+        )
     for one in known:
         seen = model_files.seen(one, settings.source.image, test_row)
         lines += [*one.notes, seen]

@@ -130,6 +130,8 @@ def test_validation_rows_of_the_data():
         )
         np.testing.assert_array_equal(mine.rows(client, "val"), val)
     assert part(alone).val.count.sum() == 0
+    said = [line for line in alone.notes if "validation rows belong to no" in line]
+    assert len(said) == 1 and not any("to no client" in line for line in mine.notes)
     plain = [
         {n: v for n, v in one.items() if n[:4] != "val_" and n != "seconds"}
         for one in mine.metrics
