@@ -308,7 +308,8 @@ def experiment(**given: Any) -> Experiment:
     * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `arrays.from_arrays`, a pandas
       or polars DataFrame or a dict with the columns `label=` and `owner=`, or a data
       set of torch or Hugging Face, see `doors`;
-    * `test`: official test rows beside such a `dataset`, such as `(x, y)`;
+    * `test`, `val`: official test and validation rows beside such a `dataset`, such as
+      `(x, y)` or `(x, y, client)`;
     * `model`, `client_model`: a flax linen or nnx module, a class or function that
       makes an nnx module of `rngs`, a pair of functions `(init, apply)`, a list of
       these (its stages, for methods that treat layers differently), or a function of
