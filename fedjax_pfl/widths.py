@@ -56,8 +56,12 @@ def narrowed(tree: Any, like: Any) -> Any:
 
 def widened(tree: Any, full: Any) -> Any:
     """`full` with the leading slices of its leaves replaced by those of `tree`."""
+    # Not f.at[...].set: for a whole leaf its list of places is empty, and an array
+    # without elements inside of `shard_map` ends the compiler of jaxlib 0.11.
     return jax.tree.map(
-        lambda leaf, f: f.at[tuple(slice(n) for n in leaf.shape)].set(leaf), tree, full
+        lambda leaf, f: jax.lax.dynamic_update_slice(f, leaf, (0,) * leaf.ndim),
+        tree,
+        full,
     )
 
 
