@@ -56,13 +56,15 @@ def narrowed(tree: Any, like: Any) -> Any:
 
 def widened(tree: Any, full: Any) -> Any:
     """`full` with the leading slices of its leaves replaced by those of `tree`."""
-    # Not f.at[...].set: for a whole leaf its list of places is empty, and an array
-    # without elements inside of `shard_map` ends the compiler of jaxlib 0.11.
-    return jax.tree.map(
-        lambda leaf, f: jax.lax.dynamic_update_slice(f, leaf, (0,) * leaf.ndim),
-        tree,
-        full,
-    )
+
+    def one(leaf: jax.Array, full: jax.Array) -> jax.Array:
+        # Places of a whole leaf would be an array without elements, with which the
+        # compiler of jaxlib 0.11 crashes inside of `shard_map`.
+        if leaf.shape == full.shape:
+            return leaf
+        return full.at[tuple(slice(n) for n in leaf.shape)].set(leaf)
+
+    return jax.tree.map(one, tree, full)
 
 
 def covered(params: list[Any], level: jax.Array) -> Any:
