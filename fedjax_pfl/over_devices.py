@@ -163,7 +163,7 @@ def _mapped(
         trees = zip(args, in_specs, strict=True)
         specs = [spec for tree, spec in trees for _ in jax.tree.leaves(tree)]
         leaves, structure = jax.tree.flatten(args)
-        full = [place for place, leaf in enumerate(leaves) if leaf.size]
+        full = [place for place, leaf in enumerate(leaves) if jnp.size(leaf)]
 
         def part(place: int) -> jax.Array:
             shape = NamedSharding(mesh, specs[place]).shard_shape(leaves[place].shape)
