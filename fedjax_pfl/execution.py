@@ -149,11 +149,12 @@ STEP_CYCLES = {
 }
 
 
-# A GPU launches a step's kernels one after another, as many for one client as for many:
-# about 37 for `fedavg_cnn` (docs/measured.md), each of some 3 microseconds. Then comes
-# the arithmetic, here of a chip that does not use its matrix units.
-GPU_LAUNCHES, GPU_MACS = 37 * 3e-6, 1e13
-GPU_WIDTHS = 1, 2, 4, 8, 16, 32, 64, 128
+# A GPU launches a step's kernels one after another, as many for one client as for many,
+# and then comes the arithmetic. On an H200 a step of C clients took 87 + 36 C
+# microseconds in the work w1 and 166 + 8.4 C in w3 (docs/measured.md), of which these
+# seconds and multiply-accumulates a second have the ratios.
+GPU_LAUNCHES, GPU_MACS = 125e-6, 5e12
+GPU_WIDTHS = range(1, 513)
 
 
 def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
@@ -166,7 +167,7 @@ def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
     they are not, since some widths in between cost several times as much.
 
     The table is a TPU's. On a GPU a step takes the time of its launches and of its
-    arithmetic, which is thrice that of the forward pass. No GPU has measured this.
+    arithmetic, which is thrice that of the forward pass.
 
     `step_macs` are the multiply-accumulates of a client's forward pass in this step.
     Returns clients side by side -> cost of each client.

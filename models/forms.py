@@ -41,6 +41,9 @@ def patches(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.A
     """The product of the kernel as a matrix and the values of all windows."""
     side, features = kernel.shape[0], kernel.shape[-1]
     seen = jnp.concatenate([*windows(h, side, stride, padding)])
+    if stride > 1 and execution.setting().platform == "gpu":
+        # XLA ends the process when it fuses a product with every second value of a map.
+        seen = jax.lax.optimization_barrier(seen)
     return product(kernel, seen).reshape(features, *seen.shape[1:])
 
 
@@ -140,11 +143,11 @@ def chosen(
     """The name of the form that costs least; docs/measured.md has the figures.
 
     On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
-    client. GPUs have not been measured. A TPU computes a convolution of many groups as
-    blocks of 128 channels, of which each group uses its own. That is cheap if all
-    groups fit into one block, or if a group fills a good part of one. `given` and
-    `kernel` are the shapes [C, H, W, B] and [S, S, C, O]. `setting` has the platform,
-    and the number of models computed side by side.
+    client. On a GPU it takes 2 to 8 times as long as patches. A TPU computes a
+    convolution of many groups as blocks of 128 channels, of which each group uses its
+    own. That is cheap if all groups fit into one block, or if a group fills a good part
+    of one. `given` and `kernel` are the shapes [C, H, W, B] and [S, S, C, O]. `setting`
+    has the platform, and the number of models computed side by side.
     """
     if setting.form or setting.platform != "tpu":
         return setting.form or "patches"

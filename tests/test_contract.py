@@ -263,7 +263,7 @@ def test_chunks_and_devices_do_not_matter(name, reference, unequal):
 
     How clients are put on devices is the frame's: one name of each shows it.
     """
-    devices = 2 if name in FRAMES else 1
+    devices = min(2, jax.device_count()) if name in FRAMES else 1
     other = build_experiment(name, unequal, devices=devices, client_chunk=2)
     if name not in MEASURED:
         other.simulation.advance_to(4)
@@ -298,11 +298,17 @@ def test_restored_run_is_the_same(name, reference, unequal):
 
 @of_names(*OURS, *SLOW)
 def test_seeds_in_one_run(name, reference, unequal):
-    """The second of two seeds equals the reference, its single run, bit for bit."""
+    """The second of two seeds equals the reference, its single run, bit for bit.
+
+    Where seeds are a vmapped axis, as on a GPU, sums may have another order.
+    """
     both = build_experiment(name, unequal, num_seeds=2, seed=4)
     both.run()
     mine = jax.tree.map(lambda leaf: leaf[1:], arrays_of(both))
-    chex.assert_trees_all_equal(mine, reference.last)
+    if both.task.execution.vmaps_runs:
+        chex.assert_trees_all_close(mine, reference.last, atol=1e-5)
+    else:
+        chex.assert_trees_all_equal(mine, reference.last)
 
 
 @of_names(*OURS, *SLOW)

@@ -6,8 +6,12 @@ version; no CUDA library and no driver) and are skipped without it.
 
 import functools
 
+import jax
 import pytest
 
+import models
+from fedjax_pfl import execution, shapes
+from launch.machine import target
 from launch.run import cost
 from tests import targeted
 
@@ -27,6 +31,28 @@ def test_it_compiles(name, unequal):
     assert 0 < found["loops_of_unknown_turns"] <= found["loops"]
     line = cost.in_words({"algo": name} | found)
     assert line.startswith(f"{name} for gpu:h100: {found['kernels_per_step']} kernels")
+
+
+@pytest.mark.parametrize("clients", [1, 5])
+def test_strides_do_not_end_the_process(clients):
+    """Products of every second value of a map are not fused with what chooses them."""
+    where = jax.sharding.SingleDeviceSharding(target.devices("gpu:h100")[0])
+    net, shape = models.make("resnet18", 10, 0.125), (28, 28, 1)
+
+    def loss(variables, image):
+        out, _ = net.forward(variables.params, variables.stats, image, train=True)
+        return (out**2).sum()
+
+    def step(*given):
+        with execution.traced_in(execution.Setting("gpu", clients)):
+            return jax.vmap(jax.grad(loss))(*given)
+
+    def of_clients(leaf):
+        return jax.ShapeDtypeStruct((clients, *leaf.shape), "float32", sharding=where)
+
+    given = shapes.variables(net, shape), jax.ShapeDtypeStruct((4, *shape), "float32")
+    made = jax.jit(step, out_shardings=where).lower(*jax.tree.map(of_clients, given))
+    assert "fusion" in made.compile().as_text()
 
 
 def test_clients_side_by_side_are_one_launch(unequal):
