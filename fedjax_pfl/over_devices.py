@@ -3,19 +3,17 @@
 Functions communicate only at their end. Without a mesh the one device computes all.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedjax_pfl import execution, stacked
 from fedjax_pfl.rows import views
 
 _MINE, _ALL = PartitionSpec("clients"), PartitionSpec()
-_mapped = functools.partial(jax.shard_map, check_vma=False)
 
 
 def rows(
@@ -86,7 +84,7 @@ def batches(
 
     if mesh is None:
         return on_device(count)
-    return _mapped(on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL)(count)
+    return _mapped(on_device, mesh=mesh, in_specs=(_ALL,), out_specs=_ALL)(count)
 
 
 def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
@@ -111,7 +109,7 @@ def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
         out = jax.lax.psum(mine, "clients")
         return jax.tree.map(_as_it_was, out, like)
 
-    return _mapped(on_device, mesh=mesh, in_specs=_ALL, out_specs=_ALL)(given)
+    return _mapped(on_device, mesh=mesh, in_specs=(_ALL,), out_specs=_ALL)(given)
 
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
@@ -149,3 +147,35 @@ def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
         return jax.lax.psum(parts, "clients")
     every = jax.lax.all_gather(parts, "clients")
     return jax.tree.map(lambda leaf: leaf.sum(0), every)
+
+
+def _mapped(
+    fn: Callable[..., Any], mesh: jax.sharding.Mesh, in_specs: tuple, out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map` with a spec for each argument.
+
+    Arrays without elements, such as the proxy set of a run that has none, are made anew
+    on each device, since the compiler of jaxlib 0.11 crashes if a loop has one of the
+    arguments.
+    """
+
+    def over(*args: Any) -> Any:
+        trees = zip(args, in_specs, strict=True)
+        specs = [spec for tree, spec in trees for _ in jax.tree.leaves(tree)]
+        leaves, structure = jax.tree.flatten(args)
+        full = [place for place, leaf in enumerate(leaves) if jnp.size(leaf)]
+
+        def part(place: int) -> jax.Array:
+            shape = NamedSharding(mesh, specs[place]).shard_shape(leaves[place].shape)
+            return jnp.zeros(shape, leaves[place].dtype)
+
+        def on_device(*given: jax.Array) -> Any:
+            known = dict(zip(full, given, strict=True))
+            every = [known[n] if n in known else part(n) for n in range(len(leaves))]
+            return fn(*structure.unflatten(every))
+
+        of_full = tuple(specs[place] for place in full)
+        given = {"in_specs": of_full, "out_specs": out_specs, "check_vma": False}
+        return jax.shard_map(on_device, mesh=mesh, **given)(*(leaves[n] for n in full))
+
+    return over

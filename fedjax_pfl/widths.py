@@ -56,9 +56,15 @@ def narrowed(tree: Any, like: Any) -> Any:
 
 def widened(tree: Any, full: Any) -> Any:
     """`full` with the leading slices of its leaves replaced by those of `tree`."""
-    return jax.tree.map(
-        lambda leaf, f: f.at[tuple(slice(n) for n in leaf.shape)].set(leaf), tree, full
-    )
+
+    def one(leaf: jax.Array, full: jax.Array) -> jax.Array:
+        # Places of a whole leaf would be an array without elements, with which the
+        # compiler of jaxlib 0.11 crashes inside of `shard_map`.
+        if leaf.shape == full.shape:
+            return leaf
+        return full.at[tuple(slice(n) for n in leaf.shape)].set(leaf)
+
+    return jax.tree.map(one, tree, full)
 
 
 def covered(params: list[Any], level: jax.Array) -> Any:

@@ -64,3 +64,21 @@ def test_once_returns_what_the_function_does(devices):
     assert jax.random.key_data(key).tolist() == jax.random.key_data(other).tolist()
     chex.assert_trees_all_equal(found, expected)
     chex.assert_trees_all_equal_dtypes(found, expected)
+
+
+def test_rows_with_an_array_without_elements():
+    """It comes to a loop of the clients, and not as an argument of it to XLA."""
+
+    def on_device(mine, shared, local):
+        def step(_, carry):
+            return jax.jit(lambda x, none: x + len(none) + 1)(carry, shared["none"])
+
+        return jax.lax.fori_loop(0, mine.sum(), step, mine)
+
+    over = over_devices.rows(on_device, how(2), is_summed=False)
+
+    @jax.jit
+    def found(none):
+        return over(jnp.arange(1, 5), {"none": none}, jnp.zeros(2))
+
+    np.testing.assert_array_equal(found(jnp.zeros(0, int)), [4, 5, 10, 11])
