@@ -46,6 +46,7 @@ MODELS = ("mlp", "depth_convnet")  # the second for exits and batch norms
 METHODS = ROOT / "docs/algorithms.md"
 PAPERS = ROOT / "docs/papers.bib"
 TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
+FLOWCHART = re.compile(r"```mermaid\nflowchart BT\n(.*?)```\n", re.DOTALL)
 
 
 def families(text: str) -> dict[str, list[str]]:
@@ -69,6 +70,21 @@ def linked(text: str) -> str:
         return re.sub(r"^\| `.*?\|", cell, rows[0], flags=re.MULTILINE)
 
     return TABLE.sub(table, text)
+
+
+def flowcharts(text: str) -> str:
+    """A page with its flowcharts as tables, since mermaid is fetched from a network."""
+
+    def table(chart: re.Match) -> str:
+        boxes = re.findall(r"(\w+)\[\"<b>.*</b><br>(.*)\"\]", chart[1])
+        arrows = re.findall(r"(\w+) --> (\w+)", chart[1])
+        lines = ["| room | in it | directly above |", "|---|---|---|"]
+        for box, content in reversed(boxes):
+            below = ", ".join(one for one, above in arrows if above == box)
+            lines.append(f"| **{box}** | {content} | {below} |")
+        return "\n".join([*lines, ""])
+
+    return FLOWCHART.sub(table, text)
 
 
 def base(name: str) -> str:
@@ -103,7 +119,7 @@ def option_table(algo: str, names: Iterable[str]) -> str:
         cells = (f"`--{name}`", html.escape(default), html.escape(about))
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
         lines.append(f"| {row} |")
-    return "\n".join(lines)
+    return "\n".join(['<div class="options" markdown>', "", *lines, "", "</div>"])
 
 
 def own_options(name: str) -> list[str]:
@@ -280,11 +296,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of docs/ lead to the same path in the site, names to their pages."""
+    """Links out of docs/ lead to the same path in the site, names to their pages.
+
+    A picture leads to its file, where it has its own size.
+    """
     if "/" in page.file.src_uri:
         return markdown
     shown = re.sub(r"\]\(\.\./(launch/[^)]+\.(?:md|png)[^)]*)\)", r"](\1)", markdown)
     shown = re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", shown)
+    shown = re.sub(r"^(!\[[^\]]*\]\((.*)\))$", r"[\1](\2)", shown, flags=re.MULTILINE)
+    shown = flowcharts(shown)
     shown = re.sub(r"^\| .*$", _plain_bars, shown, flags=re.MULTILINE)
     return linked(shown) if page.file.src_uri == "algorithms.md" else shown
 

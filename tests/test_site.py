@@ -73,6 +73,20 @@ def test_links_of_the_site_lead_somewhere(texts):
     assert len(dead) > 50 and not any(dead.values()), dead
 
 
+def test_a_flowchart_is_a_table_that_needs_no_network(texts):
+    """mermaid comes from a CDN; the page has each room of the drawing, top first."""
+    page = texts["how_it_is_built.md"]
+    rooms = re.findall(r"^\| \*\*(\w+)\*\* \| .+ \| (.*) \|$", page, re.MULTILINE)
+    assert rooms[0] == ("commands", "tables") and rooms[-1] == ("config", "")
+    assert not any("mermaid" in text for text in texts.values())
+
+
+def test_a_picture_leads_to_its_file(texts):
+    """A picture of several panels is small in a page."""
+    path = "launch/papers/figures/fedd2s.small.png"
+    assert re.search(rf"\[!\[[^\]]+\]\({path}\)\]\({path}\)", texts["index.md"])
+
+
 def test_a_dead_link_is_noticed(texts):
     """A page, a heading and a picture that are not there."""
     text = "[a](no.md) [b](glossary.md#no) ![c](launch/no.png) [d](glossary.md)"
