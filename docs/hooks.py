@@ -46,6 +46,15 @@ MODELS = ("mlp", "depth_convnet")  # the second for exits and batch norms
 METHODS = ROOT / "docs/algorithms.md"
 PAPERS = ROOT / "docs/papers.bib"
 TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
+EQUATIONS = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+SIGNS = dict(
+    zip(
+        "sum in <- != || - alpha beta lambda mu phi rho theta".split(),
+        "∑∈←≠‖−αβλμφρθ",
+        strict=True,
+    )
+)
+BESIDE, OVER = {"_": "sub", "^": "sup"}, {"_": "under", "^": "over"}
 FLOWCHART = re.compile(r"```mermaid\nflowchart BT\n(.*?)```\n", re.DOTALL)
 
 
@@ -172,6 +181,76 @@ def traffic(name: str) -> str:
     return ""
 
 
+def mathml(line: str) -> str:
+    """An equation such as `w_k^t = sum_(j != i) n_j / (d - 1)` as MathML.
+
+    Browsers show it without a script or fonts from elsewhere. Brackets around a part of
+    a fraction and around an index are not shown.
+    """
+    tokens = re.findall(r"[A-Za-z][A-Za-z0-9]*|\d+|<-|!=|\|\||\S", line)[::-1]
+
+    def row() -> str:
+        """What comes before the end or a closing bracket."""
+        parts: list[str] = []
+        while tokens and tokens[-1] != ")":
+            if tokens[-1] == "/":
+                tokens.pop()
+                parts += [f"<mfrac>{bare(parts.pop())}{bare(scripted())}</mfrac>"]
+            else:
+                parts.append(scripted())
+        return f"<mrow>{''.join(parts)}</mrow>"
+
+    def enclosed(left: str, right: str) -> str:
+        found = row()
+        tokens.pop()
+        return f"<mrow><mo>{left}</mo>{found}<mo>{right}</mo></mrow>"
+
+    def bare(part: str) -> str:
+        part = part.removeprefix("<mrow><mo>(</mo>")
+        return part.removesuffix("<mo>)</mo></mrow>")
+
+    def one() -> str:
+        token = tokens.pop()
+        if token == "(":
+            return enclosed("(", ")")
+        if token == "abs":
+            tokens.pop()
+            return enclosed("|", "|")
+        sign = html.escape(SIGNS.get(token, token))
+        tag = "mn" if sign.isdigit() else "mi" if sign[0].isalpha() else "mo"
+        space = ' rspace="0.25em"' if token in (",", "mean") else ""
+        return f"<{tag}{space}>{sign}</{tag}>"
+
+    def scripted() -> str:
+        """A sign with what is below and above it."""
+        tags = OVER if tokens[-1] in ("sum", "mean") else BESIDE
+        base, found = one(), {}
+        while tokens and tokens[-1] in tags:
+            mark = tokens.pop()
+            found[mark] = bare(one())
+        if not found:
+            return base
+        tag = "".join(tags[mark] for mark in "_^" if mark in found)
+        parts = "".join(found[mark] for mark in "_^" if mark in found)
+        return f"<m{tag}>{base}{parts}</m{tag}>"
+
+    return f'<math display="block">{row()}</math>'
+
+
+def with_equations(about: str) -> str:
+    """A docstring with its indented lines as equations, each with its number."""
+
+    def shown(lines: re.Match) -> str:
+        rows = [line.strip().rpartition("  (") for line in lines[0].splitlines()]
+        return "".join(
+            f'<div class="equation">{mathml(left or right)}'
+            f"<span>{'(' * bool(left) + right * bool(left)}</span></div>\n"
+            for left, _, right in rows
+        )
+
+    return EQUATIONS.sub(shown, about)
+
+
 def parted(about: str) -> str:
     """A docstring with a heading over what differs from the paper."""
     heading, mark = "## Differs from the paper", "\n\nDiffers from the paper"
@@ -207,7 +286,7 @@ def method_page(name: str) -> str:
     """The page of a method: docstring, command, options, results, how to cite it."""
     entry, origin = algorithms.ALGORITHMS[name], base(name)
     title, file = algorithms.title(name), entry.make.__module__.replace(".", "/")
-    parts = [f"# {title}", parted(entry.about)]
+    parts = [f"# {title}", with_equations(parted(entry.about))]
     if name != origin:
         parent = algorithms.title(origin)
         parts += [
