@@ -172,7 +172,8 @@ def curves(
     """Metrics of one unit over `x`: mean and standard deviation over seeds.
 
     The legend has the numbers of the table where all runs are finished and have one
-    summary rule, else those of the last round. Raises a ValueError if the records of a run do not have `x`.
+    summary rule, else those of the last round. Raises a ValueError if the records of a
+    run do not have `x`.
     """
     options.check_one_of("x", x, curves_lib.PLACES)
     xlabel, place = curves_lib.PLACES[x]
