@@ -59,7 +59,7 @@ def _runs(run: Run) -> list[record.Record]:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
     options = flagfile.RunFlags.of(run.config, run.hparams).options
-    parts = options, run.metrics, finished.clients(run), run.summary()
+    parts = options, run.metrics, finished.clients(run), run.results()
     found = record.Record(path, *parts, kinds=run.kinds, hashes=run.hashes)
     return record.by_point(found)
 
