@@ -10,13 +10,18 @@ dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 * The server trains its own model on the proxy set: cross-entropy plus [beta] times the
   distance to the averaged outputs (Eq. 9 to 11).
 
+    loss_n = CE(z_n, y) + alpha (d(z_n, T(z_s)) + d(e_n, e_s))  (Eq. 8)
+    loss_s = CE(z_s, y) + beta (d(z_s, T(z_r)) + d(e_s, e_r))  (Eqs. 9 to 11)
+    T(u) = lambda y + (1 - lambda) u
+
 | paper | here |
 |---|---|
 | w_n, w_s | rows of `state.clients`, `state.server` |
 | z, e | logits, embedding (the input of the last stage) |
+| y, z_r, e_r | labels (one-hot in T), means of z_n and e_n over the round's clients |
 | alpha, beta | `--client_distill_weight`, `--server_distill_weight` |
 | lambda, tau | `--label_mix`, `--temperature` |
-| Rep, Full, RepFull | `--transfer`: what the server learns from the clients |
+| Rep, Full, RepFull | `--transfer`: Rep without z_r, Full without e, RepFull whole |
 | d | `--server_distance`, `--client_distance` (KL-N is kl, norm) |
 | K, R, eta, gamma | `--local_epochs`, `--server_epochs`, `--client_lr`, `--server_lr` |
 

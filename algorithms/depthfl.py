@@ -13,9 +13,20 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
 * The server takes, stage by stage, the mean over the clients that hold it, and adds a
   step along the sum of all drifts.
 
+    loss_k = sum_i CE(z_i, y) + rho / (d_k - 1) sum_i sum_(j != i) KL(p_j || p_i)
+    rho = exp(-5 (1 - t / R)^2)
+    gradient = grad(loss_k) - g_k + alpha (w - W)
+    g_k <- g_k - alpha (W_k - W)
+    h <- h - alpha n / M (mean_k W_k - W)
+    W <- mean_k W_k - h / alpha
+
 | paper | here |
 |---|---|
 | W, L_k: model, classifiers | stages and exits of `--model` |
+| z_i, p_i | logits of exit i, their softmax (fixed where it teaches) |
+| w, W_k | the client's parameters during and after its training |
+| n, M | clients of the round that hold a stage, `--h_denominator` |
+| loss_k, rho | Eq. 1, over exits 1 to d_k; rho is times `--self_distill_weight` |
 | d_k: local depth | `cohort.level` (`--levels`, `--level_mix`, `--max_level`) |
 | alpha of FedDyn, g_k, h | `--feddyn_alpha`, private rows, `state.server["h"]` |
 | R: rounds until the full weight (Table 13) | `--ramp_rounds` |

@@ -8,9 +8,12 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 * Each trains it for E epochs of minibatches on its own examples.
 * The server takes the mean of their models, weighted by examples.
 
+    w_(t+1) = sum_(k in S_t) n_k / n w_k
+
 | paper | here |
 |---|---|
 | w_t | `state.server` (`["model"]` with `--eval_model=stale`) |
+| w_k, S_t | `trained`, from w_t; the clients of the round |
 | C * K | `--clients_per_round` |
 | E, B, eta | `--local_epochs`, `--batch_size`, `--client_lr` |
 | n_k / n | `aggregate.cohort_weights("examples", ...)` |

@@ -12,12 +12,18 @@ Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 * The client trains: a distillation step on layers 1..l through the server's head, then
   a supervised one on all layers.
 
+    p = theta^g_(+l)(H_l),  t = theta^g(H_1)
+    J_C2S = KL(p || phi^n(H_1)),  Q_C2S = CE(phi^n(H_1), y)  (Eqs. 9, 10)
+    theta^g = sum_(n in S) phi^n / abs(S)  (Eq. 11)
+    J_S2C = KL(t || theta^g_(+l)(H_l)),  Q_S2C = CE(theta^n(x), y)  (Eqs. 12, 13)
+
 | paper | here |
 |---|---|
 | theta^n, theta^g, phi^n | `state.clients["own"]`, `state.server`, its copies |
 | l_n, Z, Z0 | the boundary of `kept`, `participations`, `--drop_every` |
 | H_1, H_l | outputs of the stages below a boundary, never stored |
 | p, t | tables of logits, aligned by sample |
+| KL | of softmaxes at `--temperature`, times its square |
 | J, Q (C2S, S2C; Eqs. 9, 10, 12, 13) | `distil` and `supervised` objectives |
 | E | `--local_epochs` and `--server_epochs` |
 | MSE on feature maps (Table 3) | `--transfer=mse` |

@@ -12,6 +12,11 @@ https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-P
 * It trains on cross-entropy with its extractor pulled to the peers' auxiliary
   representations, and then computes its own representations again.
 
+    I_i = h_i(g_i(X_unit)),  I_i^Aux = g_i(X_unit)
+    g_i <- mean_(j in i, Q_i) g_j,  h_i <- mean_(j in i, alike_i) h_j
+    A_i = mean_(j in Q_i) I_j^Aux
+    loss_i = CE(h_i(g_i(x)), y) + mu mean((g_i(x) - A_i)^2)
+
 | paper | here |
 |---|---|
 | I, I^Aux | `representation`, private rows |
@@ -19,6 +24,8 @@ https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-P
 | Div, th_I | `divergence` (`--divergence`), `--divergence_threshold` |
 | g, h: extractor and classifier | stages before and from `--personal_from` on |
 | w_i, abs(D_j), Q_i | `state.clients["own"]`, train examples, the round's peers |
+| alike_i, A_i | peers with Div(I_i, I_j) < th_I, `anchor` |
+| mean_j | weighted by abs(D_j) |
 | mu | `--proximal_weight`, `--proximal`, `--anchor` |
 | CD, LP (Figure 13) | `--client_dropout`, `--layer_personalization` |
 

@@ -46,6 +46,16 @@ MODELS = ("mlp", "depth_convnet")  # the second for exits and batch norms
 METHODS = ROOT / "docs/algorithms.md"
 PAPERS = ROOT / "docs/papers.bib"
 TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
+EQUATIONS = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+SIGNS = dict(
+    zip(
+        "sum in <- != || - alpha beta lambda mu phi rho theta".split(),
+        "∑∈←≠‖−αβλμφρθ",
+        strict=True,
+    )
+)
+BESIDE, OVER = {"_": "sub", "^": "sup"}, {"_": "under", "^": "over"}
+FLOWCHART = re.compile(r"```mermaid\nflowchart BT\n(.*?)```\n", re.DOTALL)
 
 
 def families(text: str) -> dict[str, list[str]]:
@@ -69,6 +79,21 @@ def linked(text: str) -> str:
         return re.sub(r"^\| `.*?\|", cell, rows[0], flags=re.MULTILINE)
 
     return TABLE.sub(table, text)
+
+
+def flowcharts(text: str) -> str:
+    """A page with its flowcharts as tables, since mermaid is fetched from a network."""
+
+    def table(chart: re.Match) -> str:
+        boxes = re.findall(r"(\w+)\[\"<b>.*</b><br>(.*)\"\]", chart[1])
+        arrows = re.findall(r"(\w+) --> (\w+)", chart[1])
+        lines = ["| room | in it | directly above |", "|---|---|---|"]
+        for box, content in reversed(boxes):
+            below = ", ".join(one for one, above in arrows if above == box)
+            lines.append(f"| **{box}** | {content} | {below} |")
+        return "\n".join([*lines, ""])
+
+    return FLOWCHART.sub(table, text)
 
 
 def base(name: str) -> str:
@@ -103,7 +128,7 @@ def option_table(algo: str, names: Iterable[str]) -> str:
         cells = (f"`--{name}`", html.escape(default), html.escape(about))
         row = " | ".join(cell.replace("|", "\\|") for cell in cells)
         lines.append(f"| {row} |")
-    return "\n".join(lines)
+    return "\n".join(['<div class="options" markdown>', "", *lines, "", "</div>"])
 
 
 def own_options(name: str) -> list[str]:
@@ -156,6 +181,76 @@ def traffic(name: str) -> str:
     return ""
 
 
+def mathml(line: str) -> str:
+    """An equation such as `w_k^t = sum_(j != i) n_j / (d - 1)` as MathML.
+
+    Browsers show it without a script or fonts from elsewhere. Brackets around a part of
+    a fraction and around an index are not shown.
+    """
+    tokens = re.findall(r"[A-Za-z][A-Za-z0-9]*|\d+|<-|!=|\|\||\S", line)[::-1]
+
+    def row() -> str:
+        """What comes before the end or a closing bracket."""
+        parts: list[str] = []
+        while tokens and tokens[-1] != ")":
+            if tokens[-1] == "/":
+                tokens.pop()
+                parts += [f"<mfrac>{bare(parts.pop())}{bare(scripted())}</mfrac>"]
+            else:
+                parts.append(scripted())
+        return f"<mrow>{''.join(parts)}</mrow>"
+
+    def enclosed(left: str, right: str) -> str:
+        found = row()
+        tokens.pop()
+        return f"<mrow><mo>{left}</mo>{found}<mo>{right}</mo></mrow>"
+
+    def bare(part: str) -> str:
+        part = part.removeprefix("<mrow><mo>(</mo>")
+        return part.removesuffix("<mo>)</mo></mrow>")
+
+    def one() -> str:
+        token = tokens.pop()
+        if token == "(":
+            return enclosed("(", ")")
+        if token == "abs":
+            tokens.pop()
+            return enclosed("|", "|")
+        sign = html.escape(SIGNS.get(token, token))
+        tag = "mn" if sign.isdigit() else "mi" if sign[0].isalpha() else "mo"
+        space = ' rspace="0.25em"' if token in (",", "mean") else ""
+        return f"<{tag}{space}>{sign}</{tag}>"
+
+    def scripted() -> str:
+        """A sign with what is below and above it."""
+        tags = OVER if tokens[-1] in ("sum", "mean") else BESIDE
+        base, found = one(), {}
+        while tokens and tokens[-1] in tags:
+            mark = tokens.pop()
+            found[mark] = bare(one())
+        if not found:
+            return base
+        tag = "".join(tags[mark] for mark in "_^" if mark in found)
+        parts = "".join(found[mark] for mark in "_^" if mark in found)
+        return f"<m{tag}>{base}{parts}</m{tag}>"
+
+    return f'<math display="block">{row()}</math>'
+
+
+def with_equations(about: str) -> str:
+    """A docstring with its indented lines as equations, each with its number."""
+
+    def shown(lines: re.Match) -> str:
+        rows = [line.strip().rpartition("  (") for line in lines[0].splitlines()]
+        return "".join(
+            f'<div class="equation">{mathml(left or right)}'
+            f"<span>{'(' * bool(left) + right * bool(left)}</span></div>\n"
+            for left, _, right in rows
+        )
+
+    return EQUATIONS.sub(shown, about)
+
+
 def parted(about: str) -> str:
     """A docstring with a heading over what differs from the paper."""
     heading, mark = "## Differs from the paper", "\n\nDiffers from the paper"
@@ -191,7 +286,7 @@ def method_page(name: str) -> str:
     """The page of a method: docstring, command, options, results, how to cite it."""
     entry, origin = algorithms.ALGORITHMS[name], base(name)
     title, file = algorithms.title(name), entry.make.__module__.replace(".", "/")
-    parts = [f"# {title}", parted(entry.about)]
+    parts = [f"# {title}", with_equations(parted(entry.about))]
     if name != origin:
         parent = algorithms.title(origin)
         parts += [
@@ -280,11 +375,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links out of docs/ lead to the same path in the site, names to their pages."""
+    """Links out of docs/ lead to the same path in the site, names to their pages.
+
+    A picture leads to its file, where it has its own size.
+    """
     if "/" in page.file.src_uri:
         return markdown
     shown = re.sub(r"\]\(\.\./(launch/[^)]+\.(?:md|png)[^)]*)\)", r"](\1)", markdown)
     shown = re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", shown)
+    shown = re.sub(r"^(!\[[^\]]*\]\((.*)\))$", r"[\1](\2)", shown, flags=re.MULTILINE)
+    shown = flowcharts(shown)
     shown = re.sub(r"^\| .*$", _plain_bars, shown, flags=re.MULTILINE)
     return linked(shown) if page.file.src_uri == "algorithms.md" else shown
 

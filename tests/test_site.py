@@ -73,6 +73,20 @@ def test_links_of_the_site_lead_somewhere(texts):
     assert len(dead) > 50 and not any(dead.values()), dead
 
 
+def test_a_flowchart_is_a_table_that_needs_no_network(texts):
+    """mermaid comes from a CDN; the page has each room of the drawing, top first."""
+    page = texts["how_it_is_built.md"]
+    rooms = re.findall(r"^\| \*\*(\w+)\*\* \| .+ \| (.*) \|$", page, re.MULTILINE)
+    assert rooms[0] == ("commands", "tables") and rooms[-1] == ("config", "")
+    assert not any("mermaid" in text for text in texts.values())
+
+
+def test_a_picture_leads_to_its_file(texts):
+    """A picture of several panels is small in a page."""
+    path = "launch/papers/figures/fedd2s.small.png"
+    assert re.search(rf"\[!\[[^\]]+\]\({path}\)\]\({path}\)", texts["index.md"])
+
+
 def test_a_dead_link_is_noticed(texts):
     """A page, a heading and a picture that are not there."""
     text = "[a](no.md) [b](glossary.md#no) ![c](launch/no.png) [d](glossary.md)"
@@ -94,12 +108,34 @@ def test_every_method_has_a_page(made):
     for name, entry in algorithms.ALGORITHMS.items():
         page = made[f"methods/{name}.md"]
         assert page.startswith(f"# {algorithms.title(name)}\n")
-        assert all(part in page for part in entry.about.strip().split("\n\n"))
+        parts = entry.about.strip().split("\n\n")
+        assert all(part in page for part in parts if part[:4] != "    ")
         assert f"--algo={name}\n" in page
         assert name == "distill" or "## What travels" in page  # it needs a file
     assert "`--proximal_weight`" in made["methods/fedprox.md"]
     assert "| control up | up |" in made["methods/scaffold.md"]
     assert "Nothing travels" in made["methods/local.md"]
+
+
+def test_equations_are_mathml(hooks, made):
+    """An indented line of a docstring, with its number; no script is fetched."""
+    found = hooks.mathml("w_(t+1) = sum_k n_k / (n - 1) abs(w)")
+    for part in (
+        "<msub><mi>w</mi><mrow><mi>t</mi><mo>+</mo><mn>1</mn></mrow></msub>",
+        "<munder><mo>∑</mo><mi>k</mi></munder>",
+        "<mfrac><msub><mi>n</mi><mi>k</mi></msub>"
+        "<mrow><mi>n</mi><mo>−</mo><mn>1</mn></mrow></mfrac>",
+        "<mrow><mo>|</mo><mrow><mi>w</mi></mrow><mo>|</mo></mrow>",
+    ):
+        assert part in found
+    assert "<msubsup><mi>I</mi><mi>j</mi><mi>Aux</mi></msubsup>" in hooks.mathml(
+        "I_j^Aux"
+    )
+    assert "</math><span>(Eqs. 9 to 11)</span>" in made["methods/cdkt.md"]
+    for name in ("fedavg", "cdkt", "fedd2s", "uapdfl", "depthfl"):
+        lines = re.findall("^    .*$", algorithms.ALGORITHMS[name].about, re.MULTILINE)
+        page = made[f"methods/{name}.md"]
+        assert 0 < len(lines) == page.count("<math") and "\n    " not in page
 
 
 def test_every_method_is_cited(hooks, made):

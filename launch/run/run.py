@@ -422,8 +422,8 @@ class Run:
             raise ValueError(f"seed={seed}: expected one of {self.seeds}")
         return 0 if seed is None else self.seeds.index(seed)
 
-    def summary(self) -> dict[str, Any]:
-        """Metrics by the summary rule, then speed and versions.
+    def results(self) -> dict[str, Any]:
+        """Metrics by the summary rule, and the rule.
 
         Before the last round the metrics are those of the last evaluation.
         """
@@ -433,8 +433,6 @@ class Run:
         if self.round < self.config.rounds and self.metrics and not is_best:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
-        totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
-        how = self.task.execution
         return {
             # A sweep has a summary for each point, as a mean over them is meaningless.
             **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
@@ -443,6 +441,15 @@ class Run:
             **({"stopped_early": True} if self.stopped_early else {}),
             "summary": rule,
             "summary_of": summaries.in_words(rule, window),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The results, then speed, a hash of all parameters, and versions."""
+        results = self.results()
+        totals, seconds = self.totals, max(self.totals.seconds, 1e-9)
+        how = self.task.execution
+        return {
+            **results,
             "client_updates_per_second": totals.client_updates / seconds,
             "samples_per_second": totals.samples / seconds,
             "step_efficiency": totals.step_efficiency,

@@ -171,7 +171,9 @@ def curves(
 ) -> Figure:
     """Metrics of one unit over `x`: mean and standard deviation over seeds.
 
-    Raises a ValueError if the records of a run do not have `x`.
+    The legend has the numbers of the table where all runs are finished and have one
+    summary rule, else those of the last round. Raises a ValueError if the records of a
+    run do not have `x`.
     """
     options.check_one_of("x", x, curves_lib.PLACES)
     xlabel, place = curves_lib.PLACES[x]
@@ -185,6 +187,7 @@ def curves(
             series.append((run, metric, label, look))
     figure, axes = _one([label for _, _, label, _ in series], inches)
     drawn, first = [], metric_of(metrics[0], runs)
+    rule = _rule(runs, metrics)
     for run, metric, label, look in series:
         try:
             curve = record.over_seeds(run, metric, first.scale, place)
@@ -195,10 +198,13 @@ def curves(
         if curve[0]:
             line = draw_curve(axes, curve, look, label=label)
             having = [row for row in run.records if row.get(metric) is not None]
-            drawn.append((curve[1][-1], line, len({row["seed"] for row in having})))
+            value = curve[1][-1]
+            if rule:
+                value = first.scale * run.summary["metrics"][metric]["mean"]
+            drawn.append((value, line, len({row["seed"] for row in having})))
     is_same = len({count for *_, count in drawn}) == 1
     drawn = [(*one, f", n={count}" * (not is_same)) for *one, count in drawn]
-    _legend(figure, drawn, first, "last round")
+    _legend(figure, drawn, first, rule or "last round")
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # The names of several metrics are in the legend.
@@ -210,6 +216,16 @@ def curves(
         steps = (1, 2, 5, 10)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=steps))
     return figure
+
+
+def _rule(runs: Runs, metrics: Sequence[str]) -> str:
+    """The rule in words by which all runs have these metrics; "" = the last round's."""
+    every = [run.summary or {"metrics": (), "summary": ""} for run in runs]
+    rules = {
+        words.summary_rule(one) if set(metrics) <= set(one["metrics"]) else ""
+        for one in every
+    }
+    return "" if len(rules) > 1 or rules == {"last"} else rules.pop()
 
 
 def draw_curve(

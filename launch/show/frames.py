@@ -96,8 +96,9 @@ def _runs(run: Run) -> list[record.Record]:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
     options = flagfile.RunFlags.of(run.config, run.hparams).options
-    found = record.Record(path, options, run.metrics, finished.clients(run))
-    return record.by_point(found._replace(kinds=run.kinds, hashes=run.hashes))
+    parts = options, run.metrics, finished.clients(run), run.results()
+    found = record.Record(path, *parts, kinds=run.kinds, hashes=run.hashes)
+    return record.by_point(found)
 
 
 def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
@@ -146,7 +147,7 @@ def beside(
     for name, one in experiments.items():
         if one.config.sweep:
             raise ValueError(f"control={control}: {name} is a sweep; omit it")
-        runs[name] = _runs(one)[0]._replace(summary=one.summary())
+        runs[name] = _runs(one)[0]
     if record.diverged(runs[control]) is not None:
         return frame
     for name in derived.TITLES:

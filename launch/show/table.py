@@ -117,7 +117,7 @@ class Table(NamedTuple):
     _repr_html_ = to_html
 
     def to_latex(self) -> str:
-        """The table as LaTeX, which needs no package."""
+        """The table as LaTeX, which needs no package, with its notes below."""
         settings = list(dict.fromkeys(one.setting for one in self.columns))
         lines = [
             r"\begin{tabular}{l" + "r" * len(self.columns) + "}",
@@ -141,8 +141,10 @@ class Table(NamedTuple):
             ]
             lines.append(" & ".join([name, *marked]) + r" \\")
         lines += [r"\hline", r"\end{tabular}"]
-        comments = [f"% {note}" for note in self.notes]
-        return "\n".join([*comments, *lines, ""])
+        notes = [_latex(note) for note in self.notes]
+        if notes:
+            lines += ["", r"\smallskip {\footnotesize", *notes, r"\par}"]
+        return "\n".join([*lines, ""])
 
     def to_sheet(self, title: str) -> sheets.Sheet:
         """The table for a page of runs: of several settings a grid for each metric."""

@@ -436,6 +436,10 @@ def test_marks_follow_the_test():
     assert [one.mark for one in column] == ["", "", "worse"]
     assert r"$^\ddagger$" in made.to_latex() and "‡" in made.to_markdown()
     assert r"\textbf{" in made.to_latex().splitlines()[4]
+    noted = made._replace(notes=["‡ worse, p < .05", "5 % ± 1"]).to_latex()
+    _, below = noted.split(r"\end{tabular}")
+    assert "$^\\ddagger$ worse, p $<$ .05\n5 \\% $\\pm$ 1\n" in below
+    assert "%" not in noted.replace(r"\%", "")  # nothing is a comment
     # Most clients are worse, and two outliers make a better mean: no mark.
     gap = np.array([[*np.linspace(-0.02, -0.01, 28), 0.9, 0.9]])
     values = {"a": base[:1], "b": base[:1] + gap}

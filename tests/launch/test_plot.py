@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import algorithms
-from launch import main, plot
+from launch import build, main, plot
 from launch.config import registry
 from launch.folder import record
 from launch.show import figures, looks
+from tests import conftest
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,25 @@ def test_how_many_seeds_a_curve_has(runs, tmp_path):
     ]  # fmt: skip
     assert not any("n=" in text for text in texts[0])
     assert sorted(text[-3:] for text in texts[1]) == ["n=1", "n=2"]
+
+
+def test_the_legend_has_the_numbers_of_the_table(tmp_path, blobs):
+    """Those of the summary rule; of the last round if that is not one for all runs."""
+    given = conftest.SIX | {"num_seeds": 2, "rounds": 8, "summary": "mean_last10"}
+    given |= {"dataset": blobs, "workdir": str(tmp_path / "a")}
+    ran = build.experiment(algo="fedavg", **given)
+    ran.run(progress=False)
+    value = 100 * ran.summary()["metrics"]["client_accuracy"]["mean"]
+    found = record.read(tmp_path / "a")
+    for figure in (ran.plot(), figures.picture("curves", [found])):
+        (legend,) = figure.legends
+        assert legend.get_title().get_text() == "mean of rounds 7 to 8, %"
+        assert legend.get_texts()[0].get_text().endswith(f"  {value:.1f}")
+    mixed = [found, found._replace(summary=None)]
+    (legend,) = figures.picture("curves", mixed, names=["a", "b"]).legends
+    last = 100 * np.mean([one["client_accuracy"] for one in found.records[-2:]])
+    assert legend.get_title().get_text() == "last round, %"
+    assert [text.get_text()[1:] for text in legend.get_texts()] == [f"  {last:.1f}"] * 2
 
 
 def test_curves_show_means_over_seeds(runs):
