@@ -635,6 +635,24 @@ def test_a_gpu_waits_for_launches():
     assert chunks[1] > plan.choose_chunk(steps, step_macs=1e8)[0]
 
 
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("sigma", [0, 1])
+@pytest.mark.parametrize("least", [0, 7])
+def test_the_predicted_fraction_is_the_planners_balance(devices, sigma, least):
+    """By the slowest device, for the rounds that both see."""
+    sizes = np.exp(np.random.default_rng(1).normal(3.5, sigma, (1, 400))).astype(int)
+    mesh = jax.sharding.AbstractMesh((devices,), ("clients",))
+    given = {"clients_per_round": 90, "sizes": sizes}
+    given["specs"] = (types.PlanSpec("local", 1, 5),)
+    planner = make(execution=types.Execution(1, mesh), **given)
+    rounds = [planner.drawn(0, r).client_id for r in range(plan.SEEN_ROUNDS)]
+    steps = np.stack([planner.num_steps(0, one[one < 400])["local"] for one in rounds])
+    costs = {"step_macs": 1e10, "devices": devices, "min_chunk": least}
+    chunk, fraction = plan.choose_chunk(steps, **costs)
+    planner = make(execution=types.Execution(chunk, mesh), **given)
+    assert planner.balance == pytest.approx(fraction, rel=0.04 if chunk == 1 else 1e-6)
+
+
 @pytest.mark.parametrize("macs", [1, 225_480, 1e6, M1, 3e7, 86_712_520, 1e10])
 def test_only_known_widths_are_taken(macs):
     """Others are all rows of a device, or the least chunk that was given."""
