@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
@@ -30,8 +31,8 @@ class Client:
         own: Its row of the `own` argument of `update`.
         opt_state: Its persistent optimizer state, () if there is none.
         plan, data: Its steps, a `types.Plan` of one client, and the tables.
-        bound: int32[], the most steps of its chunk, or an int if all chunks have as
-            many. It is not batched, so that a `fori_loop` up to it stops early.
+        bound: int32[], the most steps of its chunk, a NumPy number if all chunks have
+            as many. It is not batched, so that a `fori_loop` up to it stops early.
         key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
         is_tested: Whether the model that its training leaves is measured.
@@ -42,7 +43,7 @@ class Client:
     own: Any
     opt_state: Any
     plan: types.Plan
-    bound: jax.Array | int
+    bound: jax.Array | np.int32
     data: types.Data
     key: jax.Array
     round: jax.Array
@@ -63,8 +64,8 @@ class Client:
     def at_most(self, num_steps: int) -> Client:
         """The same client with a plan of at most `num_steps` steps."""
         plan = self.plan.replace(num_steps=jnp.minimum(self.plan.num_steps, num_steps))
-        are_fixed = isinstance(self.bound, int) and isinstance(num_steps, int)
-        least = min if are_fixed else jnp.minimum
+        are_fixed = isinstance(self.bound, np.integer) and isinstance(num_steps, int)
+        least = np.minimum if are_fixed else jnp.minimum
         return self.replace(plan=plan, bound=least(self.bound, num_steps))
 
     def fresh(self) -> Client:
@@ -463,7 +464,7 @@ def over_clients(
         chunk = min(how.chunk, num_rows)
 
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
-            bound = num_steps.max() if fixed_steps is None else fixed_steps
+            bound = num_steps.max() if fixed_steps is None else np.int32(fixed_steps)
             if chunk == 1:
                 with execution.side_by_side(how, 1):
                     out = fn(stacked.at(rows, 0), shared, bound, local)

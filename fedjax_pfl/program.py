@@ -143,13 +143,8 @@ def _is_finite(
     state: types.RoundState, metrics: Any, cohort: types.Cohort
 ) -> jax.Array:
     """bool[]: whether everything that a round measured or wrote is finite."""
-    parts = [
-        jnp.isfinite(leaf).all()
-        for leaf in jax.tree.leaves((metrics, state.server))
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    parts.append(exchange.are_finite(state.clients, cohort.row))
-    return jnp.stack(parts).all()
+    shared = stacked.is_finite((metrics, state.server))
+    return shared & exchange.are_finite(state.clients, cohort.row)
 
 
 def _fingerprint(value: Any) -> Any:

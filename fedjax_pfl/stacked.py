@@ -45,6 +45,16 @@ def column(values: jax.Array, leaf: jax.Array) -> jax.Array:
     return values.reshape(-1, *(1,) * (leaf.ndim - 1))
 
 
+def is_finite(tree: Any) -> jax.Array:
+    """bool[]: whether all floating-point numbers of the leaves are finite."""
+    flags = [
+        jnp.isfinite(leaf).all()
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return jnp.stack(flags).all() if flags else jnp.ones((), bool)
+
+
 def in_batches(row: jax.Array, batch_size: int) -> jax.Array:
     """Rows int32[N] in order as int32[ceil(N / B), B], -1 = padding."""
     short = -row.shape[0] % batch_size

@@ -76,19 +76,12 @@ def put(tree: Any, row: jax.Array, values: Any) -> Any:
 def are_finite(tree: Any, row: jax.Array) -> jax.Array:
     """bool[]: whether the rows at slots int32[C] have finite numbers. None travels."""
 
-    def of(rows: Any) -> jax.Array:
-        flags = [
-            jnp.isfinite(leaf).all()
-            for leaf in jax.tree.leaves(rows)
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-        ]
-        return jnp.stack(flags).all() if flags else jnp.ones((), bool)
-
     if not _is_shared(tree):
-        return of(tiled.take(tree, row))
+        return stacked.is_finite(tiled.take(tree, row))
 
     def on_device(tree: Any, row: jax.Array) -> jax.Array:
-        return of(tiled.take(tree, _Table.of(tree, row).own))[None]
+        own = tiled.take(tree, _Table.of(tree, row).own)
+        return stacked.is_finite(own)[None]
 
     return _mapped(on_device, (_MINE, _ALL))(tree, row).all()
 
