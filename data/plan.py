@@ -574,8 +574,9 @@ def choose_chunk(
 
     A wide chunk makes a client's step cheaper (`execution.step_costs`) but executes
     more steps, because all of its clients run as long as the longest. Only widths of
-    known cost are taken. A device with fewer rows may take all of them at once, priced
-    like the next known width. Of several devices the slowest counts.
+    known cost are taken, or all rows of a device at once: then a step costs at least
+    that of the next wider known chunk, and a client of it at least one of the next
+    narrower. Of several devices the slowest counts.
 
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
@@ -604,8 +605,11 @@ def choose_chunk(
     known = execution_lib.step_costs(step_macs, is_gpu)
 
     def cost(chunk: int) -> float:
-        width = min((w for w in known if w >= chunk), default=max(known))
-        return executed(chunk) / chunk * width * known[width]
+        """The slowest device's cycles; a width that is not known costs no less."""
+        narrower = chunk * known[max(w for w in known if w <= chunk)]
+        wider = min((w for w in known if w >= chunk), default=chunk)
+        step = max(narrower, wider * known.get(wider, 0))
+        return executed(chunk) / chunk * step
 
     least = min(max(min_chunk, 1), per_device)
     candidates = {max(min(width, per_device), least) for width in known}

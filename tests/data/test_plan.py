@@ -683,13 +683,17 @@ def test_only_known_widths_are_taken(macs):
             assert least in {*known, all_rows, 11} and least >= min(11, all_rows)
 
 
-def test_all_rows_are_priced_like_the_next_known_width(monkeypatch):
-    """Five at once as eight: 16 > 5 x 3, but 16 < 5 x 4."""
+def test_all_rows_cost_no_less_than_known_widths(monkeypatch):
+    """Five at once as eight: 16 > 5 x 3, but 16 < 5 x 4. As four and more: 5 x 3.5."""
     steps = np.full((1, 5), 7)
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 3, 8: 16}})
-    assert plan.choose_chunk(steps, step_macs=1) == (1, 1.0)
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 4, 8: 16}})
-    assert plan.choose_chunk(steps, step_macs=1) == (5, 1.0)
+    for cycles, expected in (
+        ({1: 3, 8: 16}, 1),
+        ({1: 4, 8: 16}, 5),
+        ({1: 3, 4: 14, 8: 14}, 1),
+        ({1: 4, 4: 14, 8: 14}, 5),
+    ):
+        monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: cycles})
+        assert plan.choose_chunk(steps, step_macs=1) == (expected, 1.0)
 
 
 def test_step_costs():
