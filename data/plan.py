@@ -574,8 +574,9 @@ def choose_chunk(
 
     A wide chunk makes a client's step cheaper (`execution.step_costs`) but executes
     more steps, because all of its clients run as long as the longest. Only widths of
-    known cost are taken. A device with fewer rows may take all of them at once, priced
-    like the next known width.
+    known cost are taken, or all rows of a device at once: then a step costs at least
+    that of the next wider known chunk, and a client of it at least one of the next
+    narrower. Of several devices the slowest counts.
 
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
@@ -587,26 +588,30 @@ def choose_chunk(
 
     Returns:
         (the cheapest chunk, the largest of equally cheap ones; the predicted fraction
-        of executed steps that are real).
+        of real steps in what the devices execute if each does as much as the slowest).
     """
     steps = np.sort(num_steps, axis=-1)
     num_rows = steps.shape[-1]
     per_device = -(-num_rows // devices)
 
-    def executed(chunk: int) -> int:
-        num_chunks = -(-per_device // chunk)
-        # Ends of chunks, dealt to the devices, padding rows first: as `Planner.drawn`.
-        last = (np.arange(1, num_chunks + 1) * chunk - 1)[:, None] * devices
-        index = last + np.arange(devices) - (num_chunks * chunk * devices - num_rows)
-        return int(steps[..., index[index >= 0]].sum()) * chunk
+    def executed(chunk: int) -> float:
+        """The steps of the slowest device, as rows are dealt in `Planner.drawn`."""
+        if chunk == 1:
+            return np.maximum(steps.sum(-1) / devices, steps[..., -1]).sum()
+        # The device with the last row of each chunk; padding rows come first.
+        last = num_rows - 1 - np.arange(-(-per_device // chunk)) * chunk * devices
+        return steps[..., last].sum() * chunk
 
     known = execution_lib.step_costs(step_macs, is_gpu)
 
     def cost(chunk: int) -> float:
-        width = min((w for w in known if w >= chunk), default=max(known))
-        return executed(chunk) / chunk * width * known[width]
+        """The slowest device's cycles; a width that is not known costs no less."""
+        narrower = chunk * known[max(w for w in known if w <= chunk)]
+        wider = min((w for w in known if w >= chunk), default=chunk)
+        step = max(narrower, wider * known.get(wider, 0))
+        return executed(chunk) / chunk * step
 
     least = min(max(min_chunk, 1), per_device)
     candidates = {max(min(width, per_device), least) for width in known}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
-    return best, float(steps.sum() / max(executed(best), 1))
+    return best, float(steps.sum() / max(devices * executed(best), 1))

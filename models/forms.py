@@ -140,7 +140,7 @@ def summed_in(dtype: Any) -> Any:
 def chosen(
     given: tuple[int, ...], kernel: tuple[int, ...], setting: execution.Setting
 ) -> str:
-    """The name of the form that costs least; docs/measured.md has the figures.
+    """The name of the cheapest form; docs/measured_before.md has the figures.
 
     On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
     client. On a GPU it takes 2 to 8 times as long as patches. A TPU computes a

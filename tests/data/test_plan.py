@@ -635,6 +635,40 @@ def test_a_gpu_waits_for_launches():
     assert chunks[1] > plan.choose_chunk(steps, step_macs=1e8)[0]
 
 
+@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("sigma", [0, 1])
+@pytest.mark.parametrize("least", [0, 7])
+def test_the_predicted_fraction_is_the_planners_balance(devices, sigma, least):
+    """By the slowest device, for the rounds that both see."""
+    sizes = np.exp(np.random.default_rng(1).normal(3.5, sigma, (1, 400))).astype(int)
+    mesh = jax.sharding.AbstractMesh((devices,), ("clients",))
+    given = {"clients_per_round": 90, "sizes": sizes}
+    given["specs"] = (types.PlanSpec("local", 1, 5),)
+    planner = make(execution=types.Execution(1, mesh), **given)
+    rounds = [planner.drawn(0, r).client_id for r in range(plan.SEEN_ROUNDS)]
+    steps = np.stack([planner.num_steps(0, one[one < 400])["local"] for one in rounds])
+    costs = {"step_macs": 1e10, "devices": devices, "min_chunk": least}
+    chunk, fraction = plan.choose_chunk(steps, **costs)
+    planner = make(execution=types.Execution(chunk, mesh), **given)
+    assert planner.balance == pytest.approx(fraction, rel=0.04 if chunk == 1 else 1e-6)
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("chosen, least", [(64, 0.9), (100, 0.9), (1000, 0.97)])
+def test_chunks_leave_no_device_idle(chosen, least, devices, is_gpu):
+    """A device's rows fill its chunks, if clients are equal; few of a tiny net."""
+    mesh = jax.sharding.AbstractMesh((devices,), ("clients",))
+    steps = np.full((1, chosen), 7)
+    for macs in [225_480] if chosen < 1000 else execution_lib.STEP_CYCLES:
+        costs = {"step_macs": macs, "devices": devices, "is_gpu": is_gpu}
+        chunk, fraction = plan.choose_chunk(steps, **costs)
+        given = {"execution": types.Execution(chunk, mesh, shares_rows=True)}
+        given["sizes"] = np.full((1, 5000), 10)
+        balance = make(clients_per_round=chosen, **given).balance
+        assert chunk > 1 and balance == pytest.approx(fraction) and balance >= least
+
+
 @pytest.mark.parametrize("macs", [1, 225_480, 1e6, M1, 3e7, 86_712_520, 1e10])
 def test_only_known_widths_are_taken(macs):
     """Others are all rows of a device, or the least chunk that was given."""
@@ -649,13 +683,17 @@ def test_only_known_widths_are_taken(macs):
             assert least in {*known, all_rows, 11} and least >= min(11, all_rows)
 
 
-def test_all_rows_are_priced_like_the_next_known_width(monkeypatch):
-    """Five at once as eight: 16 > 5 x 3, but 16 < 5 x 4."""
+def test_all_rows_cost_no_less_than_known_widths(monkeypatch):
+    """Five at once as eight: 16 > 5 x 3, but 16 < 5 x 4. As four and more: 5 x 3.5."""
     steps = np.full((1, 5), 7)
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 3, 8: 16}})
-    assert plan.choose_chunk(steps, step_macs=1) == (1, 1.0)
-    monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: {1: 4, 8: 16}})
-    assert plan.choose_chunk(steps, step_macs=1) == (5, 1.0)
+    for cycles, expected in (
+        ({1: 3, 8: 16}, 1),
+        ({1: 4, 8: 16}, 5),
+        ({1: 3, 4: 14, 8: 14}, 1),
+        ({1: 4, 4: 14, 8: 14}, 5),
+    ):
+        monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: cycles})
+        assert plan.choose_chunk(steps, step_macs=1) == (expected, 1.0)
 
 
 def test_step_costs():
