@@ -1,4 +1,4 @@
-"""Rows on the host: records, stores, slots, and the two forms of a saved state."""
+"""Rows on the host: stores, slots, transfers, and the two forms of a saved state."""
 
 import errno
 import os
@@ -43,14 +43,24 @@ def assert_equal(one, other):
     )
 
 
-def test_a_record_keeps_bits_and_types():
-    rows = rows_of(4)
-    record = store_lib.Record(stacked(rows))
-    records = record.pack(rows)
-    assert records.shape == (4, record.num_bytes) == (4, 24 + 6 + 5 + 4)
-    assert_equal(record.unpack(records), rows)
-    twice = record.unpack(np.stack([records, records]))
-    assert_equal(twice, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), rows))
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_store_keeps_bits_and_types(in_file, tmp_path):
+    rows, ids = rows_of(4), np.array([7, 0, 8, 3])
+    common = taken(rows_of(1, seed=1), 0)
+    folder = str(tmp_path) if in_file else ""
+    store = store_lib.Store(common, NUM_CLIENTS, folder)
+    assert store_lib.num_bytes(rows, 1) == 24 + 6 + 5 + 4
+    store.write(ids, rows)
+    assert_equal(store.read(ids), rows)
+    np.testing.assert_array_equal(store.in_order(np.array([3, 7, 8])), [7, 8, 3])
+    memory = store_lib.empty(rows, 1, 2, 4)
+    assert {leaf.ctypes.data % store_lib.ALIGNMENT for leaf in memory} == {0}
+    store.read(np.array([7, 0, 1, NUM_CLIENTS]), [leaf[1] for leaf in memory])
+    found = dict(zip(sorted(rows), (leaf[1] for leaf in memory), strict=True))
+    assert_equal(taken(found, slice(2)), taken(rows, slice(2)))
+    for place in (2, 3):
+        assert_equal(taken(found, place), common)
+    assert store_lib.differ(found, common).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -69,11 +79,10 @@ def test_a_store_has_rows_of_those_that_trained(in_file, monkeypatch, tmp_path):
     asked = np.array([8, 1, 0, NUM_CLIENTS, 5, 7, 2])
     expected = [rows[8], common, rows[0], common, rows[5], rows[7], rows[2]]
     np.testing.assert_array_equal(store.read(asked), expected)
-    parts = list(store.parts(asked))
+    parts = list(store.parts(asked, 0))
     assert max(map(len, parts)) == 2
     np.testing.assert_array_equal(np.concatenate(parts), expected)
-    assert store.have_trained(np.array([1, 8]))
-    assert not store.have_trained(np.array([1, 3]))
+    assert store.trained(np.array([1, 8, 3])).tolist() == [False, True, False]
     # A file has no name, so that nothing stays where a process was killed.
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +128,7 @@ def test_slots_are_places_among_the_residents(devices, expected):
 def test_blocks_have_each_client_once():
     made, _ = _hosted(num_variants=1)
     trained = np.array([2, 4, 8])
-    made._stores[0].write(trained, np.zeros((3, made.record.num_bytes), np.uint8))
+    made._stores[0].write(trained, rows_of(3))
     blocks = made._split([0], np.array([3, 4]), None)
     assert [block.tolist() for block in blocks] == [[2, 3, 4, 8], [0, 1, 5, 6], [7]]
     wanted = np.zeros(NUM_CLIENTS, bool)
@@ -165,7 +174,7 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
     new = rows_of(NUM_CLIENTS, seed=2)
     for variant, ids in enumerate(trained):
         store, rows = made._stores[variant], taken(new, ids)
-        store.write(ids, made.record.pack(rows))
+        store.write(ids, rows)
         for name, leaf in whole.clients.items():
             leaf[variant, ids] = rows[name]
     found = jax.tree.map(views.materialised, made.whole(whole))

@@ -206,7 +206,7 @@ def test_loaded_after_rows_were_read_ahead(vectors):
     simulation = made(vectors, "host", **options).simulation
     simulation.advance_to(2)
     ahead = simulation._window
-    assert ahead.first == 2 and ahead.rows.records
+    assert ahead.first == 2 and ahead.rows.ahead
     kept = simulation.saved
     simulation.load(2, kept, simulation.totals, 0.0, simulation.metrics)
     simulation.advance_to(6)
