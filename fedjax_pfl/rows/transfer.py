@@ -18,10 +18,10 @@ from fedjax_pfl import execution, stacked
 from fedjax_pfl.rows import slots, tiled
 
 # The rows that travel together have at most this many bytes, or each device has one.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
 # Bytes that may wait on the devices until the host has stored them. A CPU's are fresh
 # memory, and nothing is won by waiting.
-WAITING_BYTES = {"cpu": 4 * CHUNK_BYTES}
+WAITING_BYTES = {"cpu": 2 * CHUNK_BYTES}
 WAITING_BYTES_ELSEWHERE = 256 << 20
 
 
