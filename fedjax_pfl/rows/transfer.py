@@ -106,16 +106,20 @@ def _put(rows: Any, slot: jax.Array, values: Any) -> Any:
     row = _flat_index(rows, slot)
 
     def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        new = new.reshape(-1, *new.shape[2:])
         return leaf.at[row].set(new, mode="drop", unique_indices=True)
 
-    found = jax.tree.map(one, _flat(rows), values)
+    found = jax.tree.map(one, _flat(rows), _flat(values))
     return jax.tree.map(lambda new, leaf: new.reshape(leaf.shape), found, rows)
 
 
 def _flat(rows: Any) -> Any:
-    """Leaves [variants * R, ...], the same numbers in the same places."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
+    """Leaves [variants, n, ...] as [variants * n, ...]."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        variants, count, *shape = leaf.shape
+        return leaf.reshape(variants * count, *shape)
+
+    return jax.tree.map(one, rows)
 
 
 def _flat_index(rows: Any, slot: jax.Array) -> jax.Array:

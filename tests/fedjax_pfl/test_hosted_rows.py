@@ -10,8 +10,9 @@ import pytest
 
 from fedjax_pfl import call as call_lib
 from fedjax_pfl import checkpoint, execution, types
-from fedjax_pfl.rows import kinds, slots, views
+from fedjax_pfl.rows import kinds, slots, tiled, transfer, views
 from fedjax_pfl.rows import store as store_lib
+from tests.fedjax_pfl import small
 
 NUM_CLIENTS = 9
 
@@ -204,3 +205,34 @@ def test_clients_that_begin_apart_are_refused():
     rows["count"][0, 2] += 1
     with pytest.raises(ValueError, match="row of its own.*omit it"):
         made.begin(_call(1), whole.replace(clients=rows))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_chunks_of_rows_leave_a_state_and_enter_it(devices, monkeypatch):
+    """Two variants with clients of their own, two rows a chunk and device."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 2 * 2 * devices * 39)
+    mesh = small.mesh_of(devices) if devices > 1 else None
+    how = execution.Execution(mesh=mesh, shares_rows=devices > 1)
+    layout = slots.Layout(NUM_CLIENTS, devices, 4)
+    table = rows_of(2 * layout.num_rows)
+    state = jax.tree.map(lambda x: x.reshape(2, layout.num_rows, *x.shape[1:]), table)
+    rows = tiled.place(state, how)
+    ids = [np.array([8, 2, 5, 3, 0]), np.array([7])]
+    where = [layout.slots_of(one) for one in ids]
+    if devices == 1:
+        ids, where = [one[:4] for one in ids], [layout.slots_of(o[:4]) for o in ids]
+    cut = list(transfer.chunks(ids, where, layout, 39))
+    assert len(cut) == 2
+    expected, new = jax.tree.map(np.copy, state), rows_of(NUM_CLIENTS, seed=1)
+    for chunk in cut:
+        found = jax.device_get(transfer.taken(rows, chunk, how))
+        values = jax.tree.map(np.zeros_like, found)
+        for variant, mine, place in chunk.parts():
+            slot = where[variant][[ids[variant].tolist().index(i) for i in mine]]
+            there = taken(found, (variant, place))
+            assert_equal(there, taken(state, (variant, slot)))
+            for name, leaf in values.items():
+                leaf[variant, place] = new[name][mine]
+                expected[name][variant, slot] = new[name][mine]
+        rows = transfer.put(rows, chunk, tiled.place(values, how), how)
+    assert_equal(jax.device_get(rows), expected)
