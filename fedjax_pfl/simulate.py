@@ -236,8 +236,7 @@ class Simulation:
                 elif not is_planned and window.end < end:
                     self.windows.prepare(window.end, end, until - begin)
                 is_planned = True
-                if ahead is not None:
-                    self.rows.during(call, ahead.rows)
+                self.rows.during(call, ahead and ahead.rows)
             finally:
                 call.settle(self.totals)
             seconds += time.perf_counter() - started

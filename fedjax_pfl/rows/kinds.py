@@ -14,7 +14,7 @@ import numpy as np
 
 from fedjax_pfl import checkpoint, execution, shapes, stacked, types
 from fedjax_pfl.call import Call
-from fedjax_pfl.rows import slots, store, tiled, views
+from fedjax_pfl.rows import slots, store, tiled, transfer, views
 
 # The devices hold the rows of one round, and more up to this many bytes.
 RESIDENT_BYTES = 256 << 20
@@ -91,10 +91,11 @@ class Rows:
         Rows that the call's clients trained in an earlier window are stored first.
         """
 
-    def during(self, call: Call, window: Any) -> None:
-        """Prepares `before` of the next window while the devices compute.
+    def during(self, call: Call, ahead: Any | None) -> None:
+        """Stores rows and prepares `before` of a window ahead, while devices compute.
 
-        It must not wait for `call.state`, and is not called for every window.
+        It must not wait for `call.state`. Without a window ahead (None) the next call
+        stays in the present one.
         """
 
     def after(self, call: Call) -> None:
@@ -215,27 +216,42 @@ class Sharded(Rows):
 class Residents(NamedTuple):
     """The clients of one seed's window with rows on the devices.
 
-    `ids` int64[n] are in order. `drawn` has the clients of each round, which train.
+    `ids` int64[n] are in order, with `slots` int32[n]. `drawn` has the clients of each
+    round, which train.
     """
 
     ids: np.ndarray
+    slots: np.ndarray
     drawn: list[np.ndarray]
 
-    def trained(self, num_rounds: int) -> np.ndarray:
-        """int64[n]: the clients that trained in the first rounds."""
-        return np.unique(np.concatenate([*self.drawn[:num_rounds], self.ids[:0]]))
+    def trained(self, first: int, end: int) -> np.ndarray:
+        """int64[n]: the clients that trained in rounds `first..end - 1` of these."""
+        return np.unique(np.concatenate([*self.drawn[first:end], self.ids[:0]]))
+
+    def slots_of(self, ids: np.ndarray) -> np.ndarray:
+        """int32[n]: the slots of some of them."""
+        return self.slots[np.searchsorted(self.ids, ids)]
 
 
 class _Window(NamedTuple):
     """The residents of each seed from round `first` on, and where they are.
 
-    `records` has the rows of calls that were read ahead, by the call's first variant.
+    `ahead` has what was read before the window began, by the call's first variant: the
+    window before it, and the rows that are new.
     """
 
     first: int
     layout: slots.Layout
     residents: list[Residents]
-    records: dict[int, np.ndarray]
+    ahead: dict[int, tuple["_Window", list["_Coming"]]]
+
+
+class _Coming(NamedTuple):
+    """A chunk with its rows on the devices, and the host's memory that these need."""
+
+    chunk: transfer.Chunk
+    values: Any
+    memory: list[np.ndarray] | None
 
 
 class Hosted(Rows):
@@ -243,7 +259,11 @@ class Hosted(Rows):
 
     A client that has never trained has the row with which all begin, so that only
     trained rows take memory. An evaluation goes through all clients in blocks of as
-    many as the devices have rows. `record` is the layout of a row's bytes.
+    many as the devices have rows. `row_bytes` are those of a row.
+
+    A client that two windows share stays in its slot. The others of the next window
+    are read while the devices compute the present one, and its own are stored while
+    they compute the next.
     """
 
     needs_start = True
@@ -263,11 +283,22 @@ class Hosted(Rows):
         "".
         """
         super().__init__(layout.num_clients, how)
-        self.layout, self.record = layout, store.Record(template.private)
+        self.layout = layout
+        # Leaves [variants, rows, ...], of which the shapes of rows matter
+        self._template = template.private
+        self.row_bytes = store.num_bytes(template.private, 2)
         self._folder, self._stores = folder, {}
         # By a call's first variant: the window of its state's rows, and the number of
-        # rounds whose training the host has.
+        # rounds whose trained rows have left for the host.
         self._held: dict[int, tuple[_Window, int]] = {}
+        # Also by it: rows that have left the state and are not stored yet.
+        self._leaving: dict[int, list[tuple[transfer.Chunk, Any]]] = {}
+        # Also by it: a chunk of common rows on the devices
+        self._untrained: dict[int, Any] = {}
+        # The last window, whose clients keep their slots in the next
+        self._last: _Window | None = None
+        # Memory of the host for chunks, by its number of variants and rows
+        self._free: dict[tuple[int, ...], list[list[np.ndarray]]] = {}
         # The variants and the rows of a block without trained clients.
         self._common: tuple[tuple[int, ...], Any] | None = None
 
@@ -283,28 +314,39 @@ class Hosted(Rows):
         """
         return np.arange(self.num_clients) if self._has_all else needed(cohort)
 
-    def _new(self, common: np.ndarray) -> store.Store:
+    def _made(self, common: Any) -> store.Store:
         return store.Store(common, self.num_clients, self._folder)
 
     def begin(self, call: Call, state: types.RoundState) -> None:
         """Like `Rows.begin`, where clients must begin with equal rows."""
         rows = jax.device_get(state.private)
         for slot, variant in enumerate(call.variants):
-            records = self.record.pack(stacked.at(rows, slot))
-            if (records != records[0]).any():
+            mine = stacked.at(rows, slot)
+            common = stacked.at(mine, 0)
+            if store.differ(mine, common).any():
                 raise ValueError(
                     "--client_state: with these options each client begins with a row "
                     "of its own, and all must be on the device; omit it"
                 )
-            self._stores[variant] = self._new(records[0].copy())
+            self._stores[variant] = self._made(jax.tree.map(np.array, common))
 
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
-        ids: dict[int, np.ndarray] = {}
+        layout = self.layout
+        # By seed: bool[K], and the slots that these clients need on each device
+        known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
         def fits(cohorts: Iterable[types.Cohort]) -> bool:
+            most = 0
             for seed, cohort in enumerate(() if self._has_all else cohorts):
-                ids[seed] = np.union1d(ids.get(seed, []), needed(cohort)).astype(int)
-            most = max(map(self.layout.fullest, ids.values()), default=0)
+                if seed not in known:
+                    none = np.zeros(self.num_clients, bool)
+                    known[seed] = none, np.zeros(layout.devices, int)
+                is_in, counts = known[seed]
+                new = needed(cohort)
+                new = new[~is_in[new]]
+                is_in[new] = True
+                counts += layout.counts(new)
+                most = max(most, counts.max())
             return most <= self.layout.rows_per_device
 
         return fits
@@ -322,64 +364,180 @@ class Hosted(Rows):
         self, first: int, cohorts: list[types.Cohort], num_rounds: int
     ) -> tuple[list[types.Cohort], Any]:
         residents = []
-        for one in cohorts:
+        for seed, one in enumerate(cohorts):
             drawn = [one.client_id[t][one.row_mask[t]] for t in range(num_rounds)]
-            residents.append(Residents(self._residents(one), drawn))
-        pairs = zip(cohorts, residents, strict=True)
-        mapped = [in_slots(one, found.ids, self.layout) for one, found in pairs]
-        return mapped, _Window(first, self.layout, residents, {})
+            ids = self._residents(one)
+            residents.append(Residents(ids, self._slots(seed, ids), drawn))
+        mapped = [
+            in_slots(one, found.ids, self.layout, found.slots)
+            for one, found in zip(cohorts, residents, strict=True)
+        ]
+        self._last = _Window(first, self.layout, residents, {})
+        return mapped, self._last
+
+    def _slots(self, seed: int, ids: np.ndarray) -> np.ndarray:
+        """int32[n]: slots of clients, who keep those of the last window."""
+        last, layout = self._last, self.layout
+        if last is None or last.layout != layout or self._has_all:
+            return layout.slots_of(ids)
+        old, out = last.residents[seed], np.full(len(ids), -1, np.int32)
+        stays = np.isin(ids, old.ids, assume_unique=True)
+        out[stays] = old.slots_of(ids[stays])
+        is_free = np.ones(layout.num_rows, bool)
+        is_free[out[stays]] = False
+        free = is_free.reshape(layout.devices, -1)
+        for device, places in enumerate(layout.places(ids)):
+            new = places[out[places] < 0]
+            first = device * layout.rows_per_device
+            out[new] = first + np.flatnonzero(free[device])[: len(new)]
+        return out
 
     def before(self, call: Call, window: _Window) -> None:
         name = call.variants.start
-        held = self._held.get(name)
-        if held is not None and held[0] is window:
+        held, _ = self._held.get(name, (None, 0))
+        if held is window:
             return
-        self.after(call)
-        if name not in window.records:
-            self.during(call, window)
-        elif held is not None:
-            # They were read before the last clients of the present window had trained.
-            old = held[0].residents
-            for slot, (variant, seed) in enumerate(call.pairs):
-                ids = window.residents[seed].ids
-                both = np.intersect1d(ids, old[seed].ids)
-                place = window.layout.slots_of(ids)[np.searchsorted(ids, both)]
-                window.records[name][slot, place] = self._stores[variant].read(both)
-        rows = self.record.unpack(window.records.pop(name))
-        rows = tiled.place(rows, self._how)
+        self._leave(call)
+        beside, coming = window.ahead.pop(name, (None, None))
+        if coming is None or beside is not held:
+            self._store(call)
+            coming = self._read_chunks(call, window, self._new(call, window, held))
+        # After an interrupt all rows come again.
+        self._held.pop(name, None)
+        rows, num_rows = call.state.private, window.layout.num_rows
+        leaves = jax.tree.leaves(rows)
+        if any(leaf.is_deleted() or leaf.shape[1] != num_rows for leaf in leaves):
+            none = [np.zeros(0, np.int64)] * len(call.variants)
+            rows = self._read(call.variants, none, window.layout)
+            rows = tiled.place(rows, self._how)
+        for chunk, values, _ in coming:
+            rows = transfer.put(rows, chunk, values, self._how)
         call.state = call.state.with_private(rows)
         self._held[name] = window, call.round
+        # Until then the chunks' memory is not free.
+        jax.block_until_ready(rows)
+        for chunk, _, memory in coming:
+            if memory is not None:
+                self._free.setdefault(chunk.slot.shape, []).append(memory)
 
-    def during(self, call: Call, window: _Window) -> None:
-        ids = [window.residents[seed].ids for _, seed in call.pairs]
-        given = call.variants, ids, window.layout
-        window.records[call.variants.start] = self._read(*given)
+    def during(self, call: Call, ahead: _Window | None) -> None:
+        self._store(call)
+        held, _ = self._held[call.variants.start]
+        if ahead is None:
+            return
+        new = self._new(call, ahead, held)
+        for ids, (_, seed) in zip(new, call.pairs, strict=True):
+            if np.isin(ids, held.residents[seed].ids).any():
+                return  # they may be training in another slot
+        coming = self._read_chunks(call, ahead, new)
+        ahead.ahead[call.variants.start] = held, coming
+
+    def after(self, call: Call) -> None:
+        self._leave(call)
+        self._store(call)
+
+    def _new(
+        self, call: Call, window: _Window, held: _Window | None
+    ) -> list[np.ndarray]:
+        """int64[n] for each variant: the clients of a window with rows to come.
+
+        Those of the window `held` (None = none) that keep their slots have theirs.
+        """
+        out = []
+        for _, seed in call.pairs:
+            mine = window.residents[seed]
+            comes = np.ones(len(mine.ids), bool)
+            if held is not None and held.layout == window.layout:
+                old = held.residents[seed]
+                both = np.isin(mine.ids, old.ids, assume_unique=True)
+                comes[both] = old.slots_of(mine.ids[both]) != mine.slots[both]
+            out.append(mine.ids[comes])
+        return out
+
+    def _read_chunks(
+        self, call: Call, window: _Window, ids: Sequence[np.ndarray]
+    ) -> list[_Coming]:
+        """The rows of clients of each variant on their way to a window's slots."""
+        out, residents = [], [window.residents[seed] for _, seed in call.pairs]
+        stores = [self._stores[variant] for variant in call.variants]
+        for have_trained in (True, False):
+            some = [
+                one.in_order(mine[one.trained(mine) == have_trained])
+                for one, mine in zip(stores, ids, strict=True)
+            ]
+            where = [r.slots_of(one) for r, one in zip(residents, some, strict=True)]
+            given = some, where, window.layout, self.row_bytes
+            for chunk in transfer.chunks(*given):
+                read = self._chunk if have_trained else self._untrained_chunk
+                out.append(read(call, chunk))
+        return out
+
+    def _chunk(self, call: Call, chunk: transfer.Chunk) -> _Coming:
+        """A chunk of rows that have trained."""
+        free, shape = self._free.get(chunk.slot.shape), chunk.slot.shape
+        memory = free.pop() if free else store.empty(self._template, 2, *shape)
+        for slot, ids, place in chunk.parts():
+            mine = [leaf[slot, place] for leaf in memory]
+            self._stores[call.variants[slot]].read(ids, mine)
+        values = jax.tree.structure(self._template).unflatten(memory)
+        return _Coming(chunk, tiled.place(values, self._how), memory)
+
+    def _untrained_chunk(self, call: Call, chunk: transfer.Chunk) -> _Coming:
+        """A chunk of common rows, which are on the devices already."""
+        shape, name = chunk.slot.shape, call.variants.start
+        known = self._untrained.get(name)
+        if known is None or jax.tree.leaves(known)[0].shape[:2] != shape:
+            common = [self._stores[variant].common for variant in call.variants]
+            rows = jax.tree.map(
+                lambda leaf: np.repeat(leaf[:, None], shape[1], 1),
+                stacked.on_host(common),
+            )
+            self._untrained[name] = tiled.place(rows, self._how)
+        return _Coming(chunk, self._untrained[name], None)
+
+    def _leave(self, call: Call) -> None:
+        """Takes the rows that a call's clients have trained out of its state."""
+        name = call.variants.start
+        window, done = self._held.get(name, (None, call.round))
+        if call.round == done:
+            return
+        rounds = done - window.first, call.round - window.first
+        residents = [window.residents[seed] for _, seed in call.pairs]
+        ids = [
+            self._stores[variant].in_order(one.trained(*rounds))
+            for variant, one in zip(call.variants, residents, strict=True)
+        ]
+        where = [r.slots_of(one) for r, one in zip(residents, ids, strict=True)]
+        leaving = self._leaving.setdefault(name, [])
+        for chunk in transfer.chunks(ids, where, window.layout, self.row_bytes):
+            rows = transfer.taken(call.state.private, chunk, self._how)
+            leaving.append((chunk, rows))
+            self._store(call, transfer.most_waiting(self._how))
+        self._held[name] = window, call.round
+
+    def _store(self, call: Call, most: int = 0) -> None:
+        """Stores rows that have left a call's state, but for `most` bytes of them."""
+        leaving = self._leaving.get(call.variants.start, [])
+        while sum(one.slot.size for one, _ in leaving) * self.row_bytes > most:
+            chunk, rows = leaving[0]
+            rows = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
+            for slot, ids, place in chunk.parts():
+                mine = [leaf[slot, place] for leaf in rows]
+                self._stores[call.variants[slot]].write(ids, mine)
+            del leaving[0]
 
     def _read(
         self, variants: Sequence[int], ids: Sequence[np.ndarray], layout: slots.Layout
-    ) -> np.ndarray:
-        """uint8[variants, rows, bytes]: rows of clients of each; others are common."""
-        shape = len(variants), layout.num_rows, self.record.num_bytes
-        out = np.empty(shape, np.uint8)
-        for mine, variant, one in zip(out, variants, ids, strict=True):
-            mine[:] = self._stores[variant].common
-            mine[layout.slots_of(one)] = self._stores[variant].read(one)
-        return out
+    ) -> Any:
+        """Rows of clients of each variant in their slots; others are common.
 
-    def after(self, call: Call) -> None:
-        window, written = self._held.get(call.variants.start, (None, call.round))
-        if call.round == written:
-            return
-        rows = jax.device_get(call.state.private)
-        for slot, (variant, seed) in enumerate(call.pairs):
-            found = window.residents[seed]
-            trained = found.trained(call.round - window.first)
-            place = np.searchsorted(found.ids, trained)
-            place = window.layout.slots_of(found.ids)[place]
-            if len(place):
-                mine = self.record.pack(stacked.at(rows, (slot, place)))
-                self._stores[variant].write(trained, mine)
-        self._held[call.variants.start] = window, call.round
+        They have leaves [variants, rows, ...].
+        """
+        out = store.empty(self._template, 2, len(variants), layout.num_rows)
+        for slot, (variant, one) in enumerate(zip(variants, ids, strict=True)):
+            mine = [leaf[slot] for leaf in out]
+            self._stores[variant].read(layout.clients_of(one), mine)
+        return jax.tree.structure(self._template).unflatten(out)
 
     def goes_by_block(self, algorithm: types.Algorithm) -> bool:
         return bool(algorithm.serving or algorithm.trained)
@@ -451,12 +609,12 @@ class Hosted(Rows):
         if isinstance(state.round, jax.ShapeDtypeStruct):
             return state.replace(opt_state=())
         pairs = zip(variants, ids, strict=True)
-        is_common = not any(self._stores[v].have_trained(one) for v, one in pairs)
+        is_common = not any(self._stores[v].trained(one).any() for v, one in pairs)
         # Most clients of a large population have never trained.
         known, self._common = self._common, None
         if not is_common or known is None or known[0] != tuple(variants):
             known = None  # its memory is free before there are other rows
-            rows, _ = self.record.unpack(self._read(variants, ids, self.layout))
+            rows, _ = self._read(variants, ids, self.layout)
             rows = tiled.place(rows, self._how)
             known = tuple(variants), rows
         self._common = known if is_common else None
@@ -464,33 +622,24 @@ class Hosted(Rows):
 
     def whole(self, state: types.RoundState) -> types.RoundState:
         """Like `Rows.whole`; rows are streamed, never in memory together."""
-        every = np.arange(self.num_clients)
-
-        def records() -> Iterator[np.ndarray]:
-            for one in self._stores.values():
-                yield from one.parts(every)
-
-        lead = len(self._stores), self.num_clients
-        return state.with_private(self.record.streamed(lead, records))
+        every = list(self._stores.values())
+        ids = [np.arange(self.num_clients)] * len(every)
+        lead = len(every), self.num_clients
+        return state.with_private(store.streamed(every, ids, lead))
 
     def saved(self, state: types.RoundState) -> store.Kept:
         """Like `Rows.saved`; the rows that have trained."""
         every = list(self._stores.values())
         ids = [one.ids for one in every]
-
-        def records() -> Iterator[np.ndarray]:
-            for one, mine in zip(every, ids, strict=True):
-                yield from one.parts(mine)
-
         count = np.array([len(one) for one in ids])
-        rows = self.record.streamed((int(count.sum()),), records)
-        common = self.record.unpack(np.stack([one.common for one in every]))
+        rows = store.streamed(every, ids, (int(count.sum()),))
+        common = stacked.on_host([one.common for one in every])
         state = state.with_private(rows)
         return store.Kept(state, common, np.concatenate(ids), count)
 
     def digest(self, state: types.RoundState) -> str:
         """Like `Rows.digest`, but of trained rows alone if all are too many to hash."""
-        num_bytes = len(self._stores) * self.num_clients * self.record.num_bytes
+        num_bytes = len(self._stores) * self.num_clients * self.row_bytes
         if num_bytes <= HASHED_BYTES:
             return super().digest(state)
         kept = self.saved(state)
@@ -507,19 +656,20 @@ class Hosted(Rows):
         if isinstance(found, types.RoundState):
             common = [one.common for one in self._stores.values()]
             found = store.compressed(found, common)
-        common = self.record.pack(found.common)
         rows = jax.tree.map(views.materialised, found.state.private)
         for variant in self._stores:
             part = found.part(variant)
-            self._stores[variant] = self._new(common[variant])
+            common = jax.tree.map(np.asarray, stacked.at(found.common, variant))
+            self._stores[variant] = self._made(common)
             mine = jax.tree.map(lambda leaf, p=part: np.asarray(leaf)[p], rows)
             if part.start < part.stop:
-                ids = found.ids[part]
-                self._stores[variant].write(ids, self.record.pack(mine))
-        self._held.clear()
+                self._stores[variant].write(found.ids[part], mine)
+        for one in (self._held, self._leaving, self._untrained):
+            one.clear()
+        self._last = None
         none = [np.zeros(0, np.int64) for _ in self._stores]
         common = self._read(list(self._stores), none, self.layout)
-        state = found.state.with_private(self.record.unpack(common))
+        state = found.state.with_private(common)
         yield from super().loaded(state, calls)
 
     def around(
@@ -550,12 +700,18 @@ def needed(cohort: types.Cohort) -> np.ndarray:
 
 
 def in_slots(
-    cohort: types.Cohort, ids: np.ndarray, layout: slots.Layout
+    cohort: types.Cohort,
+    ids: np.ndarray,
+    layout: slots.Layout,
+    where: np.ndarray | None = None,
 ) -> types.Cohort:
-    """A cohort (or window) with the slots of clients int[n]; all others are padding."""
+    """A cohort (or window) with the slots of clients int[n]; all others are padding.
+
+    `where` int32[n] are these slots, None = those of `layout`.
+    """
     padding = max(layout.num_rows, layout.num_clients)
     table = np.full(layout.num_clients + 1, padding, np.int32)
-    table[ids] = layout.slots_of(ids)
+    table[ids] = layout.slots_of(ids) if where is None else where
     row = table[np.where(cohort.row_mask, cohort.client_id, layout.num_clients)]
     peers = np.where(cohort.peer_mask, cohort.peers, layout.num_clients)
     is_here = table[peers] < padding
@@ -577,7 +733,7 @@ def num_residents(
     and peers of one round on one device, at most. `devices` share out the rows, and
     each has its own clients'.
     """
-    row = store.Record(state.private).num_bytes
+    row = store.num_bytes(state.private, 2)
     fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2 // devices
     # Two rows show whether all clients begin with equal ones.
     most = max(shapes.rounded_up(most_needed), fits, 2)

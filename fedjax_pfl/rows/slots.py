@@ -51,12 +51,17 @@ class Layout(NamedTuple):
 
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """int32[n]: slots for clients int[n], consecutive on each device."""
-        device, counts = self.device_of(ids), self._counts(ids)
+        device, counts = self.device_of(ids), self.counts(ids)
         order = np.argsort(device, kind="stable")
         first = np.cumsum(counts) - counts
         place = np.empty(len(ids), np.int64)
         place[order] = np.arange(len(ids)) - first[device[order]]
         return (device * self.rows_per_device + place).astype(np.int32)
+
+    def places(self, ids: np.ndarray) -> list[np.ndarray]:
+        """int64[n] for each device: the places of its own among clients int[n]."""
+        device = self.device_of(ids)
+        return [np.flatnonzero(device == one) for one in range(self.devices)]
 
     def clients_of(self, ids: np.ndarray) -> np.ndarray:
         """int32[num_rows]: which of clients int[n] has each slot, K = none."""
@@ -68,13 +73,13 @@ class Layout(NamedTuple):
         """int[...]: the device that has the rows of clients int[...]."""
         return client % self.devices
 
-    def _counts(self, ids: np.ndarray) -> np.ndarray:
+    def counts(self, ids: np.ndarray) -> np.ndarray:
         """int[D]: how many of clients int[n] each device has."""
         return np.bincount(self.device_of(ids), minlength=self.devices)
 
     def fullest(self, ids: np.ndarray) -> int:
         """The slots that clients int[n] need on the device that has most of them."""
-        return int(self._counts(ids).max())
+        return int(self.counts(ids).max())
 
     def in_slots(self, rows: Any) -> Any:
         """Leaves [variants, K, ...] in the order of clients as [variants, num_rows]."""

@@ -1,4 +1,4 @@
-"""Private rows as bytes, in the host's memory or in a file.
+"""Private rows in the host's memory or in a file, leaf by leaf.
 
 A client that has never trained has the row with which all begin, so that only trained
 rows take memory, here and in a checkpoint. A row is a client's part of
@@ -8,7 +8,7 @@ rows take memory, here and in a checkpoint. A row is a client's part of
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,81 +19,76 @@ from fedjax_pfl.rows import views
 
 # A store grows by this many bytes.
 PART_BYTES = 64 << 20
+# The leaves of a part begin at multiples of this many bytes.
+ALIGNMENT = 64
 
 
-class Record:
-    """The bytes of one row: its leaves one after another, `num_bytes` in total."""
+def num_bytes(rows: Any, lead: int) -> int:
+    """The bytes of one row, from leaves with `lead` axes before those of a row."""
+    return sum(
+        math.prod(leaf.shape[lead:]) * np.dtype(leaf.dtype).itemsize
+        for leaf in jax.tree.leaves(rows)
+    )
 
-    def __init__(self, rows: Any):
-        """Reads the layout from a pytree of rows, leaves [variants, N, *shape]."""
-        leaves, self._structure = jax.tree.flatten(rows)
-        sizes = [math.prod(x.shape[2:]) * np.dtype(x.dtype).itemsize for x in leaves]
-        ends = np.cumsum([0, *sizes]).tolist()
-        self.num_bytes = ends[-1]
-        self._leaves = [
-            (leaf.shape[2:], np.dtype(leaf.dtype), slice(*ends[i : i + 2]))
-            for i, leaf in enumerate(leaves)
-        ]
 
-    def pack(self, rows: Any) -> np.ndarray:
-        """uint8[N, bytes] of a pytree with leaves [N, ...]."""
-        leaves = jax.tree.leaves(rows)
-        out = np.empty((len(leaves[0]), self.num_bytes), np.uint8)
-        for leaf, (_, dtype, place) in zip(leaves, self._leaves, strict=True):
-            flat = np.ascontiguousarray(leaf, dtype).reshape(len(out), -1)
-            if flat.size:
-                out[:, place] = flat.view(np.uint8)
-        return out
+def empty(rows: Any, lead: int, *shape: int) -> list[np.ndarray]:
+    """Memory for leaves [*shape, ...], which a CPU's programs read without a copy.
 
-    def unpack(self, records: np.ndarray) -> Any:
-        """The pytree with leaves [..., N, *shape] of uint8[..., N, bytes]."""
-        leaves = [self.leaf(index, records) for index in range(len(self._leaves))]
-        return self._structure.unflatten(leaves)
+    `rows` has leaves with `lead` axes before those of a row.
+    """
+    leaves = [(leaf.shape[lead:], leaf.dtype) for leaf in jax.tree.leaves(rows)]
+    size = sum(-(-math.prod((*shape, *s)) * t.itemsize // ALIGNMENT) for s, t in leaves)
+    memory = np.empty((size + 1) * ALIGNMENT, np.uint8)
+    return _cut(memory[-memory.ctypes.data % ALIGNMENT :], shape, leaves)
 
-    def leaf(self, index: int, records: np.ndarray) -> np.ndarray:
-        """One leaf [..., N, *shape] of uint8[..., N, bytes]."""
-        shape, dtype, place = self._leaves[index]
-        if place.start == place.stop:
-            return np.zeros((*records.shape[:-1], *shape), dtype)
-        flat = np.ascontiguousarray(records[..., place]).view(dtype)
-        return flat.reshape(*records.shape[:-1], *shape)
 
-    def streamed(
-        self, lead: tuple[int, ...], records: Callable[[], Iterator[np.ndarray]]
-    ) -> Any:
-        """The pytree with leaves [*lead, *shape], for `checkpoint`, never whole.
+def _cut(
+    memory: np.ndarray,
+    lead: tuple[int, ...],
+    leaves: Sequence[tuple[tuple[int, ...], np.dtype]],
+) -> list[np.ndarray]:
+    """Leaves [*lead, *shape] in memory uint8[n], by their (shape, dtype)."""
+    out, begin = [], 0
+    for shape, dtype in leaves:
+        end = begin + math.prod((*lead, *shape)) * dtype.itemsize
+        out.append(memory[begin:end].view(dtype).reshape(*lead, *shape))
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+    return out
 
-        `records` returns all rows in order, as parts uint8[n, bytes].
-        """
 
-        def of(index: int) -> views.Streamed:
-            shape, dtype, _ = self._leaves[index]
+def differ(rows: Any, common: Any) -> np.ndarray:
+    """bool[N]: whose rows, leaves [N, ...], differ from one, leaves [...], in bytes."""
 
-            def pieces() -> Iterator[np.ndarray]:
-                for part in records():
-                    yield self.leaf(index, part).reshape(-1)
+    def in_bytes(leaf: np.ndarray, count: int) -> np.ndarray:
+        return np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8)
 
-            return views.Streamed((*lead, *shape), dtype, pieces)
-
-        return self._structure.unflatten(map(of, range(len(self._leaves))))
+    pairs = zip(jax.tree.leaves(rows), jax.tree.leaves(common), strict=True)
+    found = [
+        (in_bytes(mine, len(mine)) != in_bytes(one, 1)).any(1) for mine, one in pairs
+    ]
+    return np.any(found, axis=0)
 
 
 class Store:
     """The rows of one variant's clients: the common one, and those that have trained.
 
-    `common` uint8[bytes] is the row of a client that has never trained.
+    `common` is the row of a client that has never trained, a pytree of leaves [...].
     """
 
-    def __init__(self, common: np.ndarray, num_clients: int, folder: str = ""):
+    def __init__(self, common: Any, num_clients: int, folder: str = ""):
         """A store without trained clients.
 
-        `common` is uint8[bytes], and `num_clients` K. Rows are in a file without a name
-        in `folder`, which disappears with the process, or in memory for "".
+        `num_clients` is K. Rows are in a file without a name in `folder`, which
+        disappears with the process, or in memory for "".
         """
         self.common = common
+        leaves, self._structure = jax.tree.flatten(common)
+        self._common = [np.asarray(leaf) for leaf in leaves]
+        self._leaves = [(leaf.shape, leaf.dtype) for leaf in self._common]
         self._slot = np.full(num_clients, -1, np.int32)
+        # The parts of the store, each with all leaves [part_rows, ...]
         self._used, self._parts = 0, []
-        self._part_rows = max(1, PART_BYTES // max(len(common), 1))
+        self._part_rows = max(1, PART_BYTES // max(num_bytes(common, 0), 1))
         self._folder = folder
         self._file = tempfile.TemporaryFile(dir=folder) if folder else None
 
@@ -102,24 +97,41 @@ class Store:
         """int64[n]: the clients that have trained, in order."""
         return np.flatnonzero(self._slot >= 0)
 
-    def have_trained(self, ids: np.ndarray) -> bool:
-        """Whether any of these clients has trained."""
-        return bool((self._slot[ids] >= 0).any())
+    def trained(self, ids: np.ndarray) -> np.ndarray:
+        """bool[n]: which of clients int[n] have trained."""
+        return self._slot[ids] >= 0
 
-    def read(self, ids: np.ndarray) -> np.ndarray:
-        """uint8[n, bytes], the rows of clients int[n]; K gives the common row."""
-        out = np.empty((len(ids), len(self.common)), np.uint8)
+    def in_order(self, ids: np.ndarray) -> np.ndarray:
+        """Clients int[n] in the order in which they are read fastest."""
+        return ids[np.argsort(self._slot[ids], kind="stable")]
+
+    def read(self, ids: np.ndarray, out: Sequence[np.ndarray] | None = None) -> Any:
+        """The rows of clients int[n], leaves [n, ...]; K gives the common row.
+
+        They are in `out`, if given: leaves [n, ...] in a list.
+        """
+        if out is None:
+            out = [np.empty((len(ids), *shape), dtype) for shape, dtype in self._leaves]
+        for index, leaf in enumerate(out):
+            self._read(index, ids, leaf)
+        return self._structure.unflatten(out)
+
+    def _read(self, index: int, ids: np.ndarray, out: np.ndarray) -> None:
+        """The rows of clients int[n] in one leaf, into `out` [n, ...]."""
         is_client = ids < len(self._slot)
         slot = np.where(is_client, self._slot[np.where(is_client, ids, 0)], -1)
-        out[slot < 0] = self.common
-        for number, part in enumerate(self._parts):
-            here = np.flatnonzero(slot // self._part_rows == number)
-            if here.size:
-                out[here] = part[slot[here] % self._part_rows]
-        return out
+        if (slot < 0).any():
+            out[slot < 0] = self._common[index]
+        for number, here in _by_part(slot // self._part_rows):
+            leaf, place = self._parts[number][index], slot[here] % self._part_rows
+            if isinstance(here, slice):
+                # Not with mode="raise", which copies once more
+                np.take(leaf, place, axis=0, out=out[here], mode="clip")
+            else:
+                out[here] = leaf[place]
 
-    def write(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Stores `records` uint8[n, bytes] as the rows of clients int[n], all distinct.
+    def write(self, ids: np.ndarray, rows: Any) -> None:
+        """Stores rows, leaves [n, ...], as those of clients int[n], all distinct.
 
         Raises OSError if the file cannot grow.
         """
@@ -129,17 +141,19 @@ class Store:
         # In this order, so that an interrupt gives no slot to two clients.
         begin, self._used = self._used, self._used + len(new)
         self._slot[new] = begin + np.arange(len(new))
-        slot = self._slot[ids]
-        for number in np.unique(slot // self._part_rows):
-            here = slot // self._part_rows == number
-            self._parts[number][slot[here] % self._part_rows] = records[here]
+        slot, leaves = self._slot[ids], jax.tree.leaves(rows)
+        for number, here in _by_part(slot // self._part_rows):
+            place = slot[here] % self._part_rows
+            for mine, leaf in zip(self._parts[number], leaves, strict=True):
+                mine[place] = leaf[here]
 
-    def _grown(self) -> np.ndarray:
-        """One more part, uint8[rows, bytes]."""
-        shape = self._part_rows, len(self.common)
+    def _grown(self) -> list[np.ndarray]:
+        """One more part, leaves [rows, ...]."""
         if self._file is None:
-            return np.empty(shape, np.uint8)
-        size = shape[0] * shape[1]
+            return empty(self._common, 0, self._part_rows)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._leaves]
+        lines = sum(-(-self._part_rows * size // ALIGNMENT) for size in sizes)
+        size = max(lines, 1) * ALIGNMENT
         begin = len(self._parts) * size
         try:
             # With truncation alone, a write on a full disk would end the process.
@@ -149,12 +163,45 @@ class Store:
                 f"--client_state={self._folder}: rows of clients cannot be written "
                 f"there: {error.strerror}"
             ) from error
-        return np.memmap(self._file, np.uint8, "r+", begin, shape)
+        memory = np.memmap(self._file, np.uint8, "r+", begin, (size,))
+        return _cut(memory, (self._part_rows,), self._leaves)
 
-    def parts(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """The rows of clients int[n] in order, in parts of bounded size."""
+    def parts(self, ids: np.ndarray, index: int) -> Iterator[np.ndarray]:
+        """The rows of clients int[n] in leaf `index`, in parts of bounded size."""
+        shape, dtype = self._leaves[index]
         for first in range(0, len(ids), self._part_rows):
-            yield self.read(ids[first : first + self._part_rows])
+            some = ids[first : first + self._part_rows]
+            out = np.empty((len(some), *shape), dtype)
+            self._read(index, some, out)
+            yield out
+
+
+def _by_part(part: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
+    """Each part in int[n], but for -1, and where it is: a slice if that is possible."""
+    for number in np.unique(part[part >= 0]).tolist():
+        here = np.flatnonzero(part == number)
+        first, end = int(here[0]), int(here[-1]) + 1
+        yield number, slice(first, end) if end - first == len(here) else here
+
+
+def streamed(
+    stores: Sequence[Store], ids: Sequence[np.ndarray], lead: tuple[int, ...]
+) -> Any:
+    """Rows of clients int[n] of each store, for `checkpoint`, never in memory together.
+
+    They have leaves [*lead, ...], in the order of stores and clients.
+    """
+    leaves, structure = jax.tree.flatten(stores[0].common)
+
+    def of(index: int) -> views.Streamed:
+        def pieces() -> Iterator[np.ndarray]:
+            for one, mine in zip(stores, ids, strict=True):
+                yield from (part.reshape(-1) for part in one.parts(mine, index))
+
+        shape = (*lead, *np.shape(leaves[index]))
+        return views.Streamed(shape, np.dtype(leaves[index].dtype), pieces)
+
+    return structure.unflatten(map(of, range(len(leaves))))
 
 
 class Kept(NamedTuple):
@@ -203,25 +250,23 @@ def whole_template(state: types.RoundState, num_clients: int) -> types.RoundStat
     return _shaped(state, state.round.shape[0], num_clients)
 
 
-def compressed(state: types.RoundState, common: Sequence[np.ndarray]) -> Kept:
+def compressed(state: types.RoundState, common: Sequence[Any]) -> Kept:
     """A state of all clients as `Kept`.
 
-    `state` has leaves [variants, K, ...], and `common` is uint8[bytes] for each
-    variant. A client with this row counts as one that has not trained.
+    `state` has leaves [variants, K, ...], and `common` a row for each variant, leaves
+    [...]. A client with this row counts as one that has not trained.
     """
     rows = jax.tree.map(np.asarray, state.private)
-    layout = Record(rows)
-    ids = []
-    for variant, record in enumerate(common):
-        mine = layout.pack(stacked.at(rows, variant))
-        ids.append(np.flatnonzero((mine != record).any(1)))
+    ids = [
+        np.flatnonzero(differ(stacked.at(rows, variant), row))
+        for variant, row in enumerate(common)
+    ]
     count = np.array([len(one) for one in ids])
     chosen = jax.tree.map(
         lambda leaf: np.concatenate([leaf[v][one] for v, one in enumerate(ids)]), rows
     )
     state = state.with_private(chosen)
-    found = layout.unpack(np.stack(common))
-    return Kept(state, found, np.concatenate(ids), count)
+    return Kept(state, stacked.on_host(common), np.concatenate(ids), count)
 
 
 def expanded(found: Kept, num_clients: int) -> types.RoundState:

@@ -19,6 +19,8 @@ LINES = {
     "call_ms": "the host's milliseconds of {algo}, rounds nearly empty: a call "
     "{call_ms:.2f}; with an evaluation {advance_ms:.2f}, and {read_ms:.2f} to read it",
     "plan_ms": "milliseconds of planning a round, by its clients: {plan_ms}",
+    "rows_ms": "processor milliseconds of a round by the home of "
+    "what clients keep: {rows_ms}",
     "gflops": "{gflops:.0f} GFLOP/s = {share_of_matmul_peak:.0%} of this machine's "
     "matmul peak",
     "mixing_seconds": "pulling and mixing alone: {mixing_seconds:.3f} s, "

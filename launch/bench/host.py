@@ -1,4 +1,4 @@
-"""The host's milliseconds beside the devices: of calls, evaluations and plans."""
+"""The host's milliseconds beside the devices: of calls, evaluations, plans and rows."""
 
 import time
 from collections.abc import Mapping
@@ -15,6 +15,10 @@ from launch.tables import examples
 REPEATS = 60
 EVERY = 5  # rounds from one evaluation to the next
 COHORTS = 10, 100, 1000, 10_000
+# The clients whose rows are on the host, of which a hundred train in a round
+CLIENTS_WITH_ROWS = 10_000
+# With these a client keeps as many numbers as the model has, with any algorithm.
+KEPT = {"optimizer_state": "persist", "client_momentum": 0.9}
 # One client a round, which takes one step on four rows: hardly anything to compute
 TINY = {
     "partition": "natural",
@@ -34,7 +38,9 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     A call is one of a round without an evaluation. With an evaluation every `EVERY`
     rounds, `advance` runs the rounds and dispatches it, and `read` waits for it and
     makes the record. `plan` is that of a round, by the clients in it (60 rows each, two
-    epochs), in windows as full as those of a run. Raises ValueError for a target.
+    epochs), in windows as full as those of a run. `rows` are processor milliseconds of
+    a round in which clients keep their momentum, on the device and on the host, without
+    an evaluation. Raises ValueError for a target.
     """
     if given.get("target"):
         raise ValueError(f"--target={given['target']}: --call runs on this machine")
@@ -57,7 +63,29 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
         timed("read", experiment.measure)
     out: dict[str, Any] = {"algo": experiment.config.algo}
     out |= {f"{name}_ms": float(np.median(ms[3:])) for name, ms in taken.items()}
-    return out | {"plan_ms": {str(size): _planning(size) for size in COHORTS}}
+    out["plan_ms"] = {str(size): _planning(size) for size in COHORTS}
+    return out | {"rows_ms": _with_rows(given)}
+
+
+def _with_rows(given: Mapping[str, Any]) -> dict[str, float]:
+    """Processor milliseconds of a round by the home of private rows, in turn."""
+    count = CLIENTS_WITH_ROWS
+    of_run = {"dataset": examples.draw(count, 4), "rounds": 10**6}
+    of_run |= {"clients_per_round": min(100, count), "eval_every": 10**6}
+    options = TINY | KEPT | dict(given) | of_run
+    homes = {
+        home: build.experiment(**options | {"client_state": home}).simulation
+        for home in ("device", "host")
+    }
+    taken: dict[str, list[float]] = {home: [] for home in homes}
+    for _ in range(4):
+        for home, simulation in homes.items():
+            first, begin = simulation.round, time.process_time()
+            simulation.advance_to(first + REPEATS)
+            spent = time.process_time() - begin
+            taken[home].append(1e3 * spent / (simulation.round - first))
+    # The first of each compiles.
+    return {home: round(float(np.median(ms[1:])), 2) for home, ms in taken.items()}
 
 
 def _planning(size: int) -> float:

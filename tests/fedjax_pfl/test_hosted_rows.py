@@ -1,4 +1,4 @@
-"""Rows on the host: records, stores, slots, and the two forms of a saved state."""
+"""Rows on the host: stores, slots, transfers, and the two forms of a saved state."""
 
 import errno
 import os
@@ -10,8 +10,9 @@ import pytest
 
 from fedjax_pfl import call as call_lib
 from fedjax_pfl import checkpoint, execution, types
-from fedjax_pfl.rows import kinds, slots, views
+from fedjax_pfl.rows import kinds, slots, tiled, transfer, views
 from fedjax_pfl.rows import store as store_lib
+from tests.fedjax_pfl import small
 
 NUM_CLIENTS = 9
 
@@ -43,14 +44,24 @@ def assert_equal(one, other):
     )
 
 
-def test_a_record_keeps_bits_and_types():
-    rows = rows_of(4)
-    record = store_lib.Record(stacked(rows))
-    records = record.pack(rows)
-    assert records.shape == (4, record.num_bytes) == (4, 24 + 6 + 5 + 4)
-    assert_equal(record.unpack(records), rows)
-    twice = record.unpack(np.stack([records, records]))
-    assert_equal(twice, jax.tree.map(lambda leaf: np.stack([leaf, leaf]), rows))
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_store_keeps_bits_and_types(in_file, tmp_path):
+    rows, ids = rows_of(4), np.array([7, 0, 8, 3])
+    common = taken(rows_of(1, seed=1), 0)
+    folder = str(tmp_path) if in_file else ""
+    store = store_lib.Store(common, NUM_CLIENTS, folder)
+    assert store_lib.num_bytes(rows, 1) == 24 + 6 + 5 + 4
+    store.write(ids, rows)
+    assert_equal(store.read(ids), rows)
+    np.testing.assert_array_equal(store.in_order(np.array([3, 7, 8])), [7, 8, 3])
+    memory = store_lib.empty(rows, 1, 2, 4)
+    assert {leaf.ctypes.data % store_lib.ALIGNMENT for leaf in memory} == {0}
+    store.read(np.array([7, 0, 1, NUM_CLIENTS]), [leaf[1] for leaf in memory])
+    found = dict(zip(sorted(rows), (leaf[1] for leaf in memory), strict=True))
+    assert_equal(taken(found, slice(2)), taken(rows, slice(2)))
+    for place in (2, 3):
+        assert_equal(taken(found, place), common)
+    assert store_lib.differ(found, common).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("in_file", [False, True])
@@ -69,11 +80,10 @@ def test_a_store_has_rows_of_those_that_trained(in_file, monkeypatch, tmp_path):
     asked = np.array([8, 1, 0, NUM_CLIENTS, 5, 7, 2])
     expected = [rows[8], common, rows[0], common, rows[5], rows[7], rows[2]]
     np.testing.assert_array_equal(store.read(asked), expected)
-    parts = list(store.parts(asked))
+    parts = list(store.parts(asked, 0))
     assert max(map(len, parts)) == 2
     np.testing.assert_array_equal(np.concatenate(parts), expected)
-    assert store.have_trained(np.array([1, 8]))
-    assert not store.have_trained(np.array([1, 3]))
+    assert store.trained(np.array([1, 8, 3])).tolist() == [False, True, False]
     # A file has no name, so that nothing stays where a process was killed.
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +129,7 @@ def test_slots_are_places_among_the_residents(devices, expected):
 def test_blocks_have_each_client_once():
     made, _ = _hosted(num_variants=1)
     trained = np.array([2, 4, 8])
-    made._stores[0].write(trained, np.zeros((3, made.record.num_bytes), np.uint8))
+    made._stores[0].write(trained, rows_of(3))
     blocks = made._split([0], np.array([3, 4]), None)
     assert [block.tolist() for block in blocks] == [[2, 3, 4, 8], [0, 1, 5, 6], [7]]
     wanted = np.zeros(NUM_CLIENTS, bool)
@@ -165,7 +175,7 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
     new = rows_of(NUM_CLIENTS, seed=2)
     for variant, ids in enumerate(trained):
         store, rows = made._stores[variant], taken(new, ids)
-        store.write(ids, made.record.pack(rows))
+        store.write(ids, rows)
         for name, leaf in whole.clients.items():
             leaf[variant, ids] = rows[name]
     found = jax.tree.map(views.materialised, made.whole(whole))
@@ -195,3 +205,34 @@ def test_clients_that_begin_apart_are_refused():
     rows["count"][0, 2] += 1
     with pytest.raises(ValueError, match="row of its own.*omit it"):
         made.begin(_call(1), whole.replace(clients=rows))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_chunks_of_rows_leave_a_state_and_enter_it(devices, monkeypatch):
+    """Two variants with clients of their own, two rows a chunk and device."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 2 * 2 * devices * 39)
+    mesh = small.mesh_of(devices) if devices > 1 else None
+    how = execution.Execution(mesh=mesh, shares_rows=devices > 1)
+    layout = slots.Layout(NUM_CLIENTS, devices, 4)
+    table = rows_of(2 * layout.num_rows)
+    state = jax.tree.map(lambda x: x.reshape(2, layout.num_rows, *x.shape[1:]), table)
+    rows = tiled.place(state, how)
+    ids = [np.array([8, 2, 5, 3, 0]), np.array([7])]
+    where = [layout.slots_of(one) for one in ids]
+    if devices == 1:
+        ids, where = [one[:4] for one in ids], [layout.slots_of(o[:4]) for o in ids]
+    cut = list(transfer.chunks(ids, where, layout, 39))
+    assert len(cut) == 2
+    expected, new = jax.tree.map(np.copy, state), rows_of(NUM_CLIENTS, seed=1)
+    for chunk in cut:
+        found = jax.device_get(transfer.taken(rows, chunk, how))
+        values = jax.tree.map(np.zeros_like, found)
+        for variant, mine, place in chunk.parts():
+            slot = where[variant][[ids[variant].tolist().index(i) for i in mine]]
+            there = taken(found, (variant, place))
+            assert_equal(there, taken(state, (variant, slot)))
+            for name, leaf in values.items():
+                leaf[variant, place] = new[name][mine]
+                expected[name][variant, slot] = new[name][mine]
+        rows = transfer.put(rows, chunk, tiled.place(values, how), how)
+    assert_equal(jax.device_get(rows), expected)

@@ -48,12 +48,14 @@ def test_bench_times_the_work_of_the_host(capsys, monkeypatch):
     """Of calls, evaluations and plans; nothing else is measured."""
     monkeypatch.setattr(host, "REPEATS", 5)
     monkeypatch.setattr(host, "COHORTS", (10,))
+    monkeypatch.setattr(host, "CLIENTS_WITH_ROWS", 20)
     bench.command(["bench", "--call", "--devices=1"])
     *lines, last = capsys.readouterr().out.splitlines()
     out = json.loads(last)
     assert out["algo"] == "fedavg" and len(lines) >= 2
     assert all(out[name] > 0 for name in ("call_ms", "advance_ms", "read_ms"))
     assert list(out["plan_ms"]) == ["10"]
+    assert min(out["rows_ms"].values()) > 0
 
 
 @pytest.mark.slow

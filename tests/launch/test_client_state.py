@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data import plan
-from fedjax_pfl.rows import kinds
+from fedjax_pfl.rows import kinds, transfer
 from launch import build, contract
 from tests import vectors
 
@@ -206,7 +206,7 @@ def test_loaded_after_rows_were_read_ahead(vectors):
     simulation = made(vectors, "host", **options).simulation
     simulation.advance_to(2)
     ahead = simulation._window
-    assert ahead.first == 2 and ahead.rows.records
+    assert ahead.first == 2 and ahead.rows.ahead
     kept = simulation.saved
     simulation.load(2, kept, simulation.totals, 0.0, simulation.metrics)
     simulation.advance_to(6)
@@ -256,3 +256,46 @@ def test_a_folder_that_is_gone(vectors, tmp_path):
 def test_the_contract_holds(vectors):
     options = {**OPTIONS, "dataset": vectors, "client_state": "host", "rounds": 4}
     contract.check("pfedsd", **options)
+
+
+def test_rows_that_both_windows_need_stay_on_the_devices(vectors):
+    """A client keeps its slot, and what others trained is stored a call later."""
+    options = {"algo": "pfedsd", "clients_per_round": 20, "rounds": 6}
+    whole = made(vectors, "device", **options).run(progress=False)
+    simulation = made(vectors, "host", **options).simulation
+    simulation.advance_to(2)
+    before, after = simulation.rows._held[0][0], simulation._window.rows
+    old, new = before.residents[0], after.residents[0]
+    both = np.intersect1d(old.ids, new.ids)
+    assert 0 < len(both) < len(new.ids)
+    np.testing.assert_array_equal(old.slots_of(both), new.slots_of(both))
+    read = [ids for chunk, *_ in after.ahead[0][1] for _, ids, _ in chunk.parts()]
+    assert not np.isin(np.concatenate(read), both).any()
+    call = simulation.calls[0]
+    simulation.rows.before(call, after)
+    left = [
+        ids for chunk, _ in simulation.rows._leaving[0] for _, ids, _ in chunk.parts()
+    ]
+    assert set(np.concatenate(left)) == set(np.concatenate(old.drawn))
+    simulation.advance_to(6)
+    assert simulation.digest() == whole["parameters_sha256"]
+
+
+def test_an_interrupt_while_rows_enter(vectors, monkeypatch):
+    """All rows then come again, from what the host has stored."""
+    options = {"algo": "pfedsd", "rounds": 6}
+    whole = made(vectors, "device", **options).run(progress=False)
+    simulation = made(vectors, "host", **options).simulation
+    simulation.advance_to(3)
+    put = transfer.put
+
+    def interrupted(*args):
+        put(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            simulation.advance_to(4)
+    simulation.advance_to(6)
+    assert simulation.digest() == whole["parameters_sha256"]
