@@ -150,9 +150,10 @@ STEP_CYCLES = {
 
 
 # A GPU launches a step's kernels one after another, as many for one client as for many,
-# and then comes the arithmetic. On an H200 a step of C clients took 87 + 36 C
-# microseconds in the work w1 and 166 + 8.4 C in w3 (docs/measured.md), of which these
-# seconds and multiply-accumulates a second have the ratios.
+# and then comes the arithmetic. On an H200 a step of C clients took about 100 + 35 C
+# microseconds in the work w1 and 169 + 8.4 C in w3 (docs/measured.md). By these seconds
+# and multiply-accumulates a second the ratios of the two are 2.4 and 19, and not 2.9
+# and 20.
 GPU_LAUNCHES, GPU_MACS = 125e-6, 5e12
 GPU_WIDTHS = range(1, 513)
 

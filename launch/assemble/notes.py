@@ -72,8 +72,8 @@ def of_gpus(config: schema.Config) -> list[str]:
     if config.precision == "f32":
         out.append(
             "--precision=f32 computes matrix products in full float32; tf32 lets "
-            "tensor cores compute them from rounded factors, and made rounds 1.3 and "
-            "1.6 times as fast on an H200"
+            "tensor cores compute them from rounded factors, and made rounds of two "
+            "nets 1.3 and 1.5 times as fast on an H200"
         )
     if "xla_gpu_deterministic_ops=true" not in os.environ.get("XLA_FLAGS", ""):
         out.append(
