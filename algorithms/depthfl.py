@@ -14,7 +14,7 @@ FedDyn: Acar et al., ICLR 2021, https://arxiv.org/abs/2111.04263.
   step along the sum of all drifts.
 
     loss_k = sum_i CE(z_i, y) + rho / (d_k - 1) sum_i sum_(j != i) KL(p_j || p_i)
-    rho = exp(-5 (1 - t / R)^2)
+    rho = exp(-5 (1 - min(t / R, 1))^2)
     gradient = grad(loss_k) - g_k + alpha (w - W)
     g_k <- g_k - alpha (W_k - W)
     h <- h - alpha n / M (mean_k W_k - W)

@@ -574,9 +574,9 @@ def choose_chunk(
 
     A wide chunk makes a client's step cheaper (`execution.step_costs`) but executes
     more steps, because all of its clients run as long as the longest. Only widths of
-    known cost are taken, or all rows of a device at once: then a step costs at least
-    that of the next wider known chunk, and a client of it at least one of the next
-    narrower. Of several devices the slowest counts.
+    known cost are taken, or all rows of a device at once (`execution.is_priced`): then
+    a step costs at least that of the next wider known chunk, and a client of it at
+    least one of the next narrower. Of several devices the slowest counts.
 
     Args:
         num_steps: int[T, C], steps of the clients in T typical cohorts, without padding
@@ -612,6 +612,9 @@ def choose_chunk(
         return executed(chunk) / chunk * step
 
     least = min(max(min_chunk, 1), per_device)
-    candidates = {max(min(width, per_device), least) for width in known}
+    widths = [width for width in known if width < per_device]
+    if execution_lib.is_priced(per_device, step_macs, is_gpu):
+        widths.append(per_device)
+    candidates = {max(width, least) for width in widths}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))
     return best, float(steps.sum() / max(devices * executed(best), 1))

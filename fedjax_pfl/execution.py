@@ -139,7 +139,7 @@ STEP_CYCLES = {
         **{64: 69_733, 100: 91_439, 128: 107_098, 256: 254_058, 512: 325_511},
     },
     11_019_080: {
-        **{1: 324_849, 2: 497_331, 4: 845_306, 8: 1_519_964, 25: 11_326_979},
+        **{1: 324_849, 2: 497_331, 4: 845_306, 8: 1_519_964},
         **{32: 4_474_353, 100: 9_672_345, 128: 12_200_224},
     },
     86_712_520: {
@@ -187,6 +187,17 @@ def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
 
     shared = [width for width in STEP_CYCLES[below] if width in STEP_CYCLES[above]]
     return {width: between(width) for width in shared}
+
+
+def is_priced(width: int, step_macs: float, is_gpu: bool = False) -> bool:
+    """Whether a chunk of `width` clients costs about as much as the next known one.
+
+    A TPU's compiler has odd widths: a step of 25 clients of `m1` costs 2.5 times one of
+    32. It has none close below a known one, and a tiny dense net is taken to have none.
+    """
+    wider = min((w for w in step_costs(step_macs, is_gpu) if w >= width), default=0)
+    is_tiny = step_macs <= min(STEP_CYCLES)
+    return bool(wider) and (is_tiny or width >= 0.95 * wider)
 
 
 def read_soon(tree: Any) -> None:

@@ -608,6 +608,9 @@ def test_a_chunk_is_as_wide_as_it_pays():
     assert plan.choose_chunk(equal, step_macs=M1) == (100, 1.0)
     # Large steps fill a chip: the compiler has fewer cycles for 8 than for 32 of them.
     assert plan.choose_chunk(equal, step_macs=9e7)[0] == 8
+    # A TPU needs more cycles for 25 clients of `m1` than for 32.
+    for macs in (0.95 * M1, M1, 1.05 * M1):
+        assert plan.choose_chunk(equal, step_macs=macs, devices=4)[0] < 25
     halves = np.array([[1] * 64 + [90] * 32])
     assert plan.choose_chunk(halves, step_macs=M1) == (32, 1.0)
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
