@@ -18,6 +18,7 @@ dataset in federated learning", https://arxiv.org/abs/2204.01542 (Algorithm 1).
 |---|---|
 | w_n, w_s | rows of `state.clients`, `state.server` |
 | z, e | logits, embedding (the input of the last stage) |
+| CE, d in loss_n | over a batch of its own examples, over one of the proxy set |
 | y, z_r, e_r | labels (one-hot in T), means of z_n and e_n over the round's clients |
 | alpha, beta | `--client_distill_weight`, `--server_distill_weight` |
 | lambda, tau | `--label_mix`, `--temperature` |

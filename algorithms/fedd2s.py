@@ -12,9 +12,10 @@ Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 * The client trains: a distillation step on layers 1..l through the server's head, then
   a supervised one on all layers.
 
-    p = theta^g_(+l)(H_l),  t = theta^g(H_1)
-    J_C2S = KL(p || phi^n(H_1)),  Q_C2S = CE(phi^n(H_1), y)  (Eqs. 9, 10)
-    theta^g = sum_(n in S) phi^n / abs(S)  (Eq. 11)
+    p = theta^g_(+l)(H_l)
+    J_C2S = KL(p || phi^n_(+1)(H_1)),  Q_C2S = CE(phi^n_(+1)(H_1), y)  (Eqs. 9, 10)
+    theta^g <- sum_(n in S) phi^n / abs(S)  (Eq. 11)
+    t = theta^g_(+1)(H_1)
     J_S2C = KL(t || theta^g_(+l)(H_l)),  Q_S2C = CE(theta^n(x), y)  (Eqs. 12, 13)
 
 | paper | here |
@@ -22,7 +23,8 @@ Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 | theta^n, theta^g, phi^n | `state.clients["own"]`, `state.server`, its copies |
 | l_n, Z, Z0 | the boundary of `kept`, `participations`, `--drop_every` |
 | H_1, H_l | outputs of the stages below a boundary, never stored |
-| p, t | tables of logits, aligned by sample |
+| theta_(+l) | the layers after l |
+| p, t | tables of logits, aligned by sample; fixed, as is the head in J_S2C |
 | KL | of softmaxes at `--temperature`, times its square |
 | J, Q (C2S, S2C; Eqs. 9, 10, 12, 13) | `distil` and `supervised` objectives |
 | E | `--local_epochs` and `--server_epochs` |

@@ -13,7 +13,8 @@ https://arxiv.org/abs/2412.11674 (Algorithms 1 and 2); released code Kuludu/UA-P
   representations, and then computes its own representations again.
 
     I_i = h_i(g_i(X_unit)),  I_i^Aux = g_i(X_unit)
-    g_i <- mean_(j in i, Q_i) g_j,  h_i <- mean_(j in i, alike_i) h_j
+    w_i <- w_j  (of a random peer, if all are alike)
+    g_i <- mean_(j in i, Q_i) g_j,  h_i <- mean_(j in i, alike_i) h_j  (otherwise)
     A_i = mean_(j in Q_i) I_j^Aux
     loss_i = CE(h_i(g_i(x)), y) + mu mean((g_i(x) - A_i)^2)
 

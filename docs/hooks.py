@@ -218,6 +218,7 @@ def mathml(line: str) -> str:
             return enclosed("|", "|")
         sign = html.escape(SIGNS.get(token, token))
         tag = "mn" if sign.isdigit() else "mi" if sign[0].isalpha() else "mo"
+        tag = "mo" if token == "mean" else tag
         space = ' rspace="0.25em"' if token in (",", "mean") else ""
         return f"<{tag}{space}>{sign}</{tag}>"
 
@@ -289,8 +290,10 @@ def method_page(name: str) -> str:
     parts = [f"# {title}", with_equations(parted(entry.about))]
     if name != origin:
         parent = algorithms.title(origin)
+        has_equations = EQUATIONS.search(algorithms.ALGORITHMS[origin].about)
         parts += [
-            f"It is [{parent}]({origin}.md) with other defaults. The equations, the "
+            f"It is [{parent}]({origin}.md) with other defaults. "
+            f"{'The equations, the' if has_equations else 'The'} "
             "citation and what differs from the paper are there.",
             option_table(name, differing(name)),
         ]
