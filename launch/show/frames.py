@@ -96,7 +96,8 @@ def _runs(run: Run) -> list[record.Record]:
         raise ValueError("nothing is measured yet; run() first")
     path = pathlib.Path(run.config.workdir)
     options = flagfile.RunFlags.of(run.config, run.hparams).options
-    parts = options, run.metrics, finished.clients(run), run.results()
+    summary = run.results() if run.is_over else None
+    parts = options, run.metrics, finished.clients(run), summary
     found = record.Record(path, *parts, kinds=run.kinds, hashes=run.hashes)
     return record.by_point(found)
 
