@@ -130,7 +130,18 @@ def _fitted(
     dropped: Mapping[str, int] = {}
     if config.partition == "natural":
         least = config.min_examples if source.is_text else config.min_owner_examples
-        source, dropped = dataset.with_large_owners(source, least)
+        whole, name = source, "min_examples" if source.is_text else "min_owner_examples"
+        source, dropped = dataset.with_large_owners(whole, least)
+        if whole.num_test and not source.num_test and config.test_split == "official":
+            raise ValueError(
+                "--test_split=official leaves no test row, as all are of owners with "
+                f"fewer than --{name}={least} train rows; lower it, or "
+                "take client_share"
+            )
+        if whole.num_val and not source.num_val:
+            line = "no validation row is left, as all are of owners with fewer than "
+            line += f"--{name}={least} train rows"
+            source = source._replace(notes=(*source.notes, line))
         if dropped and not source.is_text:
             source = dataset.with_note_of_empty_classes(source)
     return dataset.fitted(source, config.image_size, config.image_channels), dropped

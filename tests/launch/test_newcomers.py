@@ -171,6 +171,38 @@ def test_validation_rows_of_the_data_choose():
     assert line.startswith("--test_split=client_share is of the other rows")
 
 
+def few_owners(algo="fedper", **given):
+    """Owner 1 has 2 rows, and alone owns test or validation rows if any are owned."""
+    rows = (X[:40], Y[:40], np.repeat([0, 1], [38, 2]))
+    common = {"preset": "none", "rounds": 2, "eval_every": 1, "model": "mlp"}
+    return build.experiment(algo=algo, dataset=rows, **common | given)
+
+
+OF_ONE, OF_NOBODY = (X[:6], Y[:6], np.ones(6, int)), (X[:6], Y[:6])
+
+
+@pytest.mark.parametrize("gone", [{"min_owner_examples": 5}, {"num_clients": 1}])
+def test_owners_that_are_no_clients(gone):
+    """Nothing chooses by their rows or tests on them, which is said or refused."""
+    for name, value in (("early_stop", 2), ("summary", "best_validation")):
+        with pytest.raises(ValueError, match=f"^--{name}={value}: no validation row i"):
+            few_owners(**gone, val=OF_ONE, **{name: value})
+    said = " ".join(few_owners(**gone, val=OF_ONE).notes)
+    assert "no validation row is left" in said or "6 of 6 validation rows" in said
+    with pytest.raises(ValueError, match="official leaves no test row, as all are of"):
+        few_owners(**gone, test=OF_ONE)
+
+
+def test_rows_of_nobody_without_a_server():
+    """A method that serves clients alone says that it does not measure them."""
+    for algo, count in (("fedper", 2), ("local", 2), ("fedavg", 0)):
+        made = few_owners(algo, test=OF_NOBODY, val=OF_NOBODY)
+        said = [one for one in made.notes if "measures clients only; give" in one]
+        assert len(said) == count
+    with pytest.raises(ValueError, match="^--early_stop=2: --algo=local has no server"):
+        few_owners("local", val=OF_NOBODY, early_stop=2)
+
+
 def test_unseen_clients_never_train_and_depend_on_the_seed():
     experiment = planned(**NEW)
     mine = part(experiment)
