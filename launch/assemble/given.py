@@ -105,7 +105,10 @@ def _source(
     elif train.frame is not None:
         test, val = (one and one.frame for one in others)
         named = train.frame, config.label, config.owner
-        found = frames.from_frame(*named, test=test, val=val)
+        # The owner's column of a table that is given as test= is not read.
+        is_part = others[0] is not None and others[0].is_of_whole
+        owned = ("test", "val") if is_part else ("val",)
+        found = frames.from_frame(*named, test=test, val=val, owned=owned)
     else:
         test, val = (one and one.arrays for one in others)
         given = {"layout": config.layout, "test": test, "val": val}
@@ -113,7 +116,8 @@ def _source(
     notes = [*train.notes, *found.notes]
     kind, is_own = config.test_split, loaders.is_own(config.dataset)
     if is_own and found.num_test and kind == "client_share":
-        where = "of test=" if rows else "that are test rows in the data"
+        is_given = others[0] is not None and not others[0].is_of_whole
+        where = "of test=" if is_given else "that are test rows in the data"
         notes.append(f"--test_split={kind} does not use the rows {where}")
     if found.num_val and kind not in (None, "official"):
         line = "the data's own validation rows validate in any case"

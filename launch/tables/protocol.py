@@ -707,7 +707,7 @@ def study(
             gone with the study.
         **options: As in `build.experiment`, for all methods. With validation rows, of
             `val_split` or of the data, the `summary` is `best_validation` unless it is
-            given.
+            given, or a method cannot be measured on them.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
