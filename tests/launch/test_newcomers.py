@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas
 import pytest
 
 import models
@@ -175,7 +176,7 @@ def few_owners(algo="fedper", **given):
     """Owner 1 has 2 rows, and alone owns test or validation rows if any are owned."""
     rows = (X[:40], Y[:40], np.repeat([0, 1], [38, 2]))
     common = {"preset": "none", "rounds": 2, "eval_every": 1, "model": "mlp"}
-    return build.experiment(algo=algo, dataset=rows, **common | given)
+    return build.experiment(algo=algo, **{"dataset": rows} | common | given)
 
 
 OF_ONE, OF_NOBODY = (X[:6], Y[:6], np.ones(6, int)), (X[:6], Y[:6])
@@ -191,6 +192,24 @@ def test_owners_that_are_no_clients(gone):
     assert "no validation row is left" in said or "6 of 6 validation rows" in said
     with pytest.raises(ValueError, match="official leaves no test row, as all are of"):
         few_owners(**gone, test=OF_ONE)
+
+
+def test_owners_of_parts():
+    """A dict of tables keeps the owners of test and validation rows."""
+    names = list("abcde")
+    table = pandas.DataFrame(X[:60, :5], columns=names)
+    table = table.assign(label=Y[:60], client=np.arange(60) % 2)
+    parts = {"train": table[:40], "test": table[40:50], "val": table[50:]}
+    made = few_owners(dataset=parts)
+    found = made.data.partition
+    assert found.test.count.tolist() == found.val.count.tolist() == [[5, 5]]
+    made = few_owners(dataset=parts, test_split="client_share")
+    assert any("the rows that are test rows in the data" in one for one in made.notes)
+    made = few_owners(dataset=parts, partition="iid", num_clients=2)
+    said = [one for one in made.notes if "rows belong to no client; natural" in one]
+    assert len(said) == 2
+    with pytest.raises(ValueError, match="pool divides each client's .* take official"):
+        few_owners(dataset=parts, test_split="pool")
 
 
 def test_rows_of_nobody_without_a_server():
