@@ -51,7 +51,7 @@ def made(
     stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():
         cause = "clients are too small; lower --num_clients or take pool"
-        if config.test_split == "official":
+        if config.test_split == "official" and config.partition == "natural":
             cause = "all are of owners that are not among the --num_clients="
             cause += f"{config.num_clients} clients; raise it, or take client_share"
         raise ValueError(

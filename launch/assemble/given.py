@@ -120,7 +120,7 @@ def _source(
         where = "of test=" if is_given else "that are test rows in the data"
         notes.append(f"--test_split={kind} does not use the rows {where}")
     if found.num_val and kind not in (None, "official"):
-        line = "the data's own validation rows validate in any case"
+        line = "the data's own validation rows stay as they are"
         notes.append(f"--test_split={kind} is of the other rows; {line}")
     found = found._replace(notes=tuple(notes))
     turns = config.rotate_classes

@@ -168,7 +168,7 @@ def test_validation_rows_of_the_data_choose():
     with pytest.raises(ValueError, match="--algo=fedper has no server's model to meas"):
         planned(**own_split(**free, summary="best_validation"))
     made = planned(**own_split(test=None, test_split="client_share"))
-    (line,) = [one for one in made.notes if "validate in any case" in one]
+    (line,) = [one for one in made.notes if "rows stay as they are" in one]
     assert line.startswith("--test_split=client_share is of the other rows")
 
 
