@@ -139,6 +139,13 @@ def _with_more(
     both = [x, labels.as_array(y, "y")]
     pair = (*more, *more)[:2]
     others = [labels.unmasked(pair[0], name), labels.as_array(pair[1], name)]
+    for what, (one, other) in (("the train rows", both), (name, others)):
+        # Joined with other rows they could have the right number together.
+        if one.shape[:1] != other.shape[:1]:
+            raise ValueError(
+                f"{what}: x has the shape {list(one.shape)}, y {list(other.shape)}; "
+                "give one label for each row"
+            )
     most = 2 if client is None else 3
     for part, one, other in zip("xy", both, others, strict=True):
         is_like = part == "y" or one.dtype.kind == other.dtype.kind

@@ -30,13 +30,17 @@ class Rows(NamedTuple):
     """Rows of a user's object: `arrays` (x, y) or (x, y, client), or else a `frame`.
 
     `has_columns` says whether label and owner are columns that have names. `notes` are
-    lines about how the object was taken.
+    lines about how the object was taken. `split` is the name of a
+    column beside the arrays and the part of each row in it, if there is one, and
+    `is_of_whole` says that the rows are a part of `dataset=`.
     """
 
     arrays: tuple[Any, ...] | None
     frame: pandas.DataFrame | None = None
     has_columns: bool = False
     notes: tuple[str, ...] = ()
+    split: tuple[str, np.ndarray] | None = None
+    is_of_whole: bool = False
 
 
 def opened(
@@ -48,18 +52,25 @@ def opened(
     `given`. `label` and `owner` name columns as in `frames.from_frame`. Raises a
     one-line ValueError: what came, and what to give instead.
     """
+    held: dict[str, Any] = {}
     if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
         several = [name for name in SPLITS[2:] if name in given]
         if len(several) > 1:
             raise ValueError(f"dataset: {' and '.join(several)}: give one of them")
-        test = given.get("test") if test is None else test
-        val = given[several[0]] if several and val is None else val
+        held = {"test": given.get("test"), "val": given.get((*several, "val")[0])}
         given = given["train"]
     elif test is None and _is_pair_of_pairs(given):
-        given, test = given
+        given, held["test"] = given
+    beside = {"test": test, "val": val}
+    parts = {n: held.get(n) if one is None else one for n, one in beside.items()}
     out = [_rows(given, "dataset", label, owner)]
-    for name, more in (("test", test), ("val", val)):
-        out.append(None if more is None else _rows(more, name, label, owner))
+    if out[0].split is not None:
+        with files.named("dataset"):
+            frames.check_alone(out[0].split[0], **parts)
+            return _divided(out[0])
+    for name, more in parts.items():
+        rows = None if more is None else _rows(more, name, label, owner)
+        out.append(rows and rows._replace(is_of_whole=beside[name] is None))
         if more is None or (out[-1].frame is None) == (out[0].frame is None):
             continue
         both = out[0], out[-1]
@@ -67,6 +78,23 @@ def opened(
         raise ValueError(
             f"dataset is {forms[0]} and {name} is {forms[1]}; give one form"
         )
+    return tuple(out)
+
+
+def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:
+    """Train, test and validation rows of arrays whose parts a column names."""
+    out = []
+    for name in ("train", "test", "val"):
+        place = np.flatnonzero(rows.split[1] == name)
+        arrays = tuple(
+            [one[row] for row in place] if isinstance(one, list) else one[place]
+            for one in rows.arrays
+        )
+        is_first = name == "train"
+        if is_first and not len(place):
+            raise ValueError("there is no row to train on")
+        part = rows._replace(arrays=arrays, split=None, is_of_whole=not is_first)
+        out.append(part if len(place) else None)
     return tuple(out)
 
 
@@ -214,11 +242,16 @@ def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
         return Rows(None, pandas.DataFrame(columns), True)
     with files.named(where):
         label, owner = frames.chosen([n for n in columns if n != x], label, owner)
-    named = [x, label, *filter(None, [owner])]
-    others = [name for name in columns if name not in named]
+        named = [x, label, *filter(None, [owner])]
+        others = [name for name in columns if name not in named]
+        column, split = frames.split_column(columns, others), None
+        if column and where == "dataset":
+            split = column, frames.parts_of(column, columns[column])
+            others.remove(column)
     line = f"label: {label}; owners: {owner or 'none'}; x: {x}"
+    line += f"; split: {column}" if split else ""
     line += f"; not used: {labels.listed(others)}" if others else ""
-    return Rows(tuple(columns[name] for name in named), None, True, (line,))
+    return Rows(tuple(columns[name] for name in named), None, True, (line,), split)
 
 
 def _plain(value: Any) -> Any:

@@ -7,8 +7,8 @@ import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -120,6 +120,7 @@ def from_frame(
     owner: str = "",
     test: pandas.DataFrame | None = None,
     val: pandas.DataFrame | None = None,
+    owned: Collection[str] = ("val",),
 ) -> dataset.Dataset:
     """Makes a data set of f32 vectors from the numeric columns of a table.
 
@@ -128,8 +129,9 @@ def from_frame(
             has a name. A column `split` of text divides it into `PARTS`.
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the owners, "" = the one named as in `OWNERS`, if any.
-        test: Official test rows, a table with the same columns, of no owner.
-        val: Official validation rows, likewise; with the owner's column they have it.
+        test, val: Official test and validation rows, tables with the same columns.
+        owned: Those of the two whose owner's column is read if they have it; the rows
+            of the others belong to no owner.
         where: The name of the table in errors, by default `dataset`, "" = none.
 
     Raises:
@@ -141,23 +143,20 @@ def from_frame(
     _check_names(names)
     frame = frame.set_axis(names, axis=1)
     label, owner = chosen(names, label, owner)
-    unused, column = frame.index.names, _split_column(frame, label, owner)
+    others = [name for name in names if name not in (label, owner)]
+    unused, column = frame.index.names, split_column(frame, others)
     parts = {"test": test, "val": val}
     if column:
-        if test is not None or val is not None:
-            raise ValueError(
-                f"the column {column} says which rows test; omit test, val"
-            )
-        frame, *others = _parts(frame, column)
-        names, parts = list(frame.columns), dict(zip(parts, others, strict=True))
+        check_alone(column, test, val)
+        part, rest = parts_of(column, frame[column]), frame.drop(columns=column)
+        frame, parts = rest[part == "train"], {n: rest[part == n] for n in parts}
+        names, owned = list(frame.columns), parts
     features = [name for name in names if name not in (label, owner)]
     count = len(frame)
     if not count or not features:
         lacking = "column beside the label and the owner" if count else "row"
         raise ValueError(f"there is no {lacking}{' to train on' * bool(column)}")
-    # The owner's column of a table that is given as `test` is not read.
-    with_owner = {name for name in parts if column or name == "val"} if owner else set()
-    frame, has_owner = _joined(frame, parts, owner, with_owner)
+    frame, has_owner = _joined(frame, parts, owner, owned if owner else ())
     num_val = 0 if parts["val"] is None else len(parts["val"])
 
     _check_numbers(frame, features)
@@ -224,24 +223,33 @@ def _joined(
     return frame, has_owner
 
 
-def _split_column(frame: pandas.DataFrame, label: str, owner: str) -> str:
-    """The column of text that says which part each row is in, "" if there is none."""
-    found = _called([n for n in frame.columns if n not in (label, owner)], SPLIT)
-    texts = [name for name in found if frame[name].map(type).eq(str).any()]
+def split_column(columns: Mapping[str, Any], names: Sequence[str]) -> str:
+    """The one of `names` with a text for the part of each row, "" if there is none."""
+    found = _called(names, SPLIT)
+    texts = [n for n in found if any(isinstance(one, str) for one in columns[n])]
     return texts[0] if len(texts) == 1 else ""
 
 
-def _parts(frame: pandas.DataFrame, column: str) -> list[pandas.DataFrame]:
-    """The train, test and validation rows of a table; ValueError for other parts."""
-    part = frame[column].map(lambda name: PARTS.get(str(name).strip().lower()))
-    if part.isna().any():
-        odd = sorted(set(map(str, frame[column][part.isna()])))
+def check_alone(column: str, test: Any, val: Any) -> None:
+    """Refuses (ValueError) test or validation rows beside a column of the split."""
+    given = {"test": test, "validation": val}
+    if beside := [name for name, one in given.items() if one is not None]:
+        raise ValueError(
+            f"the column {column} says which rows test; omit the "
+            f"{' and '.join(beside)} rows beside it, or drop the column"
+        )
+
+
+def parts_of(column: str, values: Iterable[Any]) -> np.ndarray:
+    """The part of each row, train, test or val; ValueError for other values."""
+    names = [str(one) for one in values]
+    part = [PARTS.get(one.strip().lower()) for one in names]
+    if odd := sorted({n for n, one in zip(names, part, strict=True) if one is None}):
         raise ValueError(
             f"the column {column} holds {labels.listed(odd)}; expected "
             f"{', '.join(PARTS)}, or drop it, or rename it if it is a feature"
         )
-    rest = frame.drop(columns=column)
-    return [rest[part == name] for name in ("train", "test", "val")]
+    return np.array(part)
 
 
 def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:

@@ -255,8 +255,8 @@ class Experiment(Run):
     def client_metrics(self) -> pandas.DataFrame:
         """Clients' own accuracies: a line for each round, seed, point and client.
 
-        The rounds are those of the summary, or with `client_metrics="every"` all that
-        were evaluated. A text has perplexities.
+        The rounds are those of the summary, without a line before the first of them, or
+        with `client_metrics="every"` all that were evaluated. A text has perplexities.
         """
         return frames.client_metrics(self)
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from data import dataset, participation, plan
+from data import dataset, loaders, participation, plan
+from data.partitions import file
 from fedjax_pfl import evaluate, execution, local_training, scores, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.assemble import (
@@ -103,10 +104,11 @@ def assemble(
     first = dataclasses.replace(hparams, **points[0])
     task = execution_step.chosen(settings, planned, data, first, len(points), target)
     made, of_others = _program(settings, planned, task, data, first, points)
-    _check_choosing(config, made.program.algorithm, data)
+    _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     notes += _of_plans(made.program.algorithm.plans, planned)
+    notes += _of_nobody(config, made.program.algorithm, data.partition)
     source = source._replace(notes=(*source.notes, *found.notes, *notes))
     return Parts(
         settings=settings._replace(source=source),
@@ -121,21 +123,37 @@ def assemble(
     )
 
 
-def _check_choosing(
-    config: schema.Config, algorithm: types.Algorithm, data: types.Data
-) -> None:
-    """Refuses (ValueError) to choose by validation rows on which nothing is measured.
+def can_choose(algorithm: types.Algorithm, partition: types.Partition) -> bool:
+    """Whether validation rows measure a method, so that they can choose.
 
     Rows of no owner are measured with the server's models alone.
     """
-    val = data.partition.val
-    is_idle = algorithm.server is None and not isinstance(val, tuple)
-    if config.summary == "best_validation" and is_idle and not val.count.any():
+    val = partition.val
+    if isinstance(val, tuple):
+        return False
+    has_rows = algorithm.server is not None and (val.row >= 0).any()
+    return bool(has_rows or val.count.any())
+
+
+def _check_choosing(
+    config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
+) -> None:
+    """Refuses (ValueError) to choose by validation rows that measure nothing."""
+    if config.summary != "best_validation" or can_choose(algorithm, partition):
+        return
+    name = "early_stop" if config.early_stop else "summary"
+    val = partition.val
+    if isinstance(val, tuple) or not (val.row >= 0).any():
         raise ValueError(
-            f"--summary=best_validation: --algo={config.algo} has no server's model to "
-            "measure on validation rows without owners; give their owners with "
-            "--partition=natural, or --val_split instead"
+            f"--{name}={getattr(config, name)}: no validation row is left, as all are "
+            f"of owners that are not among the --num_clients={config.num_clients} "
+            "clients; give rows of these, or --val_split=0.2 in their place"
         )
+    raise ValueError(
+        f"--{name}={getattr(config, name)}: --algo={config.algo} has no server's model "
+        "to measure on validation rows without owners; give their owners with "
+        "--partition=natural, or --val_split=0.2 in their place"
+    )
 
 
 def _of_plans(
@@ -152,6 +170,35 @@ def _of_plans(
         f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than the "
         f"{size} train rows of a step and take none",
     )
+
+
+def _of_nobody(
+    config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
+) -> tuple[str, ...]:
+    """Lines about rows without owners that a method without a server cannot measure."""
+    if algorithm.server is not None or config.c_gen:
+        return ()
+    cures = {
+        "test": "take --test_split=client_share",
+        "validation": "give --val_split=0.2 in their place",
+    }
+    if config.partition.startswith(file.PREFIX):
+        cures["test"] = "name test rows of clients in the file"
+    elif loaders.is_own(config.dataset):
+        owners = "give their owners with --partition=natural, or "
+        cures = {kind: owners + cure for kind, cure in cures.items()}
+    out = []
+    for (kind, cure), one in zip(
+        cures.items(), partition.measured().values(), strict=False
+    ):
+        total, owned = int((one.test.row[0] >= 0).sum()), int(one.test.count[0].sum())
+        if total > owned:
+            what = f"{total - owned} of {total}" if owned else f"the {total}"
+            out.append(
+                f"{what} {kind} rows belong to no client and are not measured, as "
+                f"--algo={config.algo} measures clients only; {cure}"
+            )
+    return tuple(out)
 
 
 def _refuse_large(

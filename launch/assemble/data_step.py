@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from data import partitions
+from data import dataset, partitions
 from data.partitions import cdkt
 from fedjax_pfl import levels, options, rng, types
 from launch.assemble import model_files, models_step
@@ -50,9 +50,12 @@ def made(
         splits, others = map(list, zip(*pairs, strict=True))
     stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():
+        cause = "clients are too small; lower --num_clients or take pool"
+        if config.test_split == "official" and config.partition == "natural":
+            cause = "all are of owners that are not among the --num_clients="
+            cause += f"{config.num_clients} clients; raise it, or take client_share"
         raise ValueError(
-            f"--test_split={config.test_split} leaves no test row, as clients are too "
-            "small; lower --num_clients or take pool"
+            f"--test_split={config.test_split} leaves no test row, as {cause}"
         )
     asked = {"unseen_clients": 0, "fine_tune_epochs": 0, "eval_moments": "before"}
     for flag, off in asked.items():
@@ -180,14 +183,30 @@ def _notes(
             "constants of its --normalization"
         )
     lines.append(partitions.note(config.partition, settings.identity))
-    owners = settings.source.client
-    val_owners = () if owners is None else owners[settings.source.num_dealt :]
-    if np.any(np.greater_equal(val_owners, 0)) and config.partition != "natural":
-        lines.append(
-            f"--partition={config.partition}: the data's own validation rows belong to "
-            "no client; natural gives them to their owners"
-        )
+    lines += _of_owned_rows(config, settings.source)
     for one in known:
         seen = model_files.seen(one, settings.source.image, test_row)
         lines += [*one.notes, seen]
     return tuple(filter(None, lines))
+
+
+def _of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:
+    """Lines about test and validation rows that do not belong to their owners."""
+    begin, end, out = source.num_train, source.num_dealt, []
+    places = {"validation": slice(end, None)}
+    if config.test_split == "official":
+        places = {"test": slice(begin, end), **places}
+    for kind, place in places.items():
+        owner = -np.ones(0) if source.client is None else source.client[place]
+        lost = int((owner >= config.num_clients).sum())
+        if config.partition == "natural" and lost:
+            out.append(
+                f"{lost} of {len(owner)} {kind} rows are not used, as their owners are "
+                f"not among the --num_clients={config.num_clients} clients"
+            )
+        elif config.partition != "natural" and (owner >= 0).any():
+            out.append(
+                f"--partition={config.partition}: the data's own {kind} rows belong to "
+                "no client; natural gives them to their owners"
+            )
+    return out

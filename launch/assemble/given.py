@@ -105,7 +105,10 @@ def _source(
     elif train.frame is not None:
         test, val = (one and one.frame for one in others)
         named = train.frame, config.label, config.owner
-        found = frames.from_frame(*named, test=test, val=val)
+        # The owner's column of a table that is given as test= is not read.
+        is_part = others[0] is not None and others[0].is_of_whole
+        owned = ("test", "val") if is_part else ("val",)
+        found = frames.from_frame(*named, test=test, val=val, owned=owned)
     else:
         test, val = (one and one.arrays for one in others)
         given = {"layout": config.layout, "test": test, "val": val}
@@ -113,10 +116,11 @@ def _source(
     notes = [*train.notes, *found.notes]
     kind, is_own = config.test_split, loaders.is_own(config.dataset)
     if is_own and found.num_test and kind == "client_share":
-        where = "of test=" if rows else "that are test rows in the data"
+        is_given = others[0] is not None and not others[0].is_of_whole
+        where = "of test=" if is_given else "that are test rows in the data"
         notes.append(f"--test_split={kind} does not use the rows {where}")
     if found.num_val and kind not in (None, "official"):
-        line = "the data's own validation rows validate in any case"
+        line = "the data's own validation rows stay as they are"
         notes.append(f"--test_split={kind} is of the other rows; {line}")
     found = found._replace(notes=tuple(notes))
     turns = config.rotate_classes
@@ -130,7 +134,18 @@ def _fitted(
     dropped: Mapping[str, int] = {}
     if config.partition == "natural":
         least = config.min_examples if source.is_text else config.min_owner_examples
-        source, dropped = dataset.with_large_owners(source, least)
+        whole, name = source, "min_examples" if source.is_text else "min_owner_examples"
+        source, dropped = dataset.with_large_owners(whole, least)
+        if whole.num_test and not source.num_test and config.test_split == "official":
+            raise ValueError(
+                "--test_split=official leaves no test row, as all are of owners with "
+                f"fewer than --{name}={least} train rows; lower it, or "
+                "take client_share"
+            )
+        if whole.num_val and not source.num_val:
+            line = "no validation row is left, as all are of owners with fewer than "
+            line += f"--{name}={least} train rows"
+            source = source._replace(notes=(*source.notes, line))
         if dropped and not source.is_text:
             source = dataset.with_note_of_empty_classes(source)
     return dataset.fitted(source, config.image_size, config.image_channels), dropped

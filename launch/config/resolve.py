@@ -91,8 +91,9 @@ def resolve(
         rules["test_split"] = "official"
         if partition == "natural" and config.test_split in held_out.POOLED:
             raise ValueError(
-                f"--test_split={config.test_split}: official test rows belong to no "
-                "owner; take official or client_share"
+                f"--test_split={config.test_split} divides each client's train and "
+                "test rows anew, but --partition=natural leaves the data's own test "
+                "rows as they are; take official or client_share"
             )
     if source.takes == "labelled tokens":
         rules |= {"normalization": "none", "augment": "none"}

@@ -24,7 +24,10 @@ def rows(run: Run, client_id: int, split: str, seed: int | None) -> np.ndarray:
     client_model.check_client(run, client_id)
     index, found = run.seed_index(seed), run.data.partition
     if split == "val" and isinstance(found.val, tuple):
-        raise ValueError("split=val: there are no validation rows; give val_split")
+        raise ValueError(
+            "split=val: there are no validation rows; give val_split, or your own "
+            "(docs/data.md#your-own-split)"
+        )
     # Train rows of clients that never train are in a table of their own.
     table = {"train": found.adapting, "val": found.val, "test": found.test}[split]
     start, count = (int(one[index, client_id]) for one in (table.start, table.count))

@@ -125,6 +125,11 @@ class Run:
         return self.simulation.program
 
     @property
+    def can_choose(self) -> bool:
+        """Whether validation rows measure it, see `assemble.can_choose`."""
+        return assemble.can_choose(self.program.algorithm, self.data.partition)
+
+    @property
     def hashes(self) -> dict[str, str]:
         """Hashes of data and code by name, which identify the run with its options.
 

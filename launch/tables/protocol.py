@@ -158,11 +158,19 @@ class Study:
             has_val = not isinstance(first.data.partition.val, tuple)
             if self.tune and not has_val:
                 raise ValueError(
-                    "study: tune chooses by validation rows; give val_split, or val"
+                    "study: tune chooses by validation rows; give val_split, or your "
+                    "own (docs/data.md#your-own-split)"
                 )
+            cannot = [base for base, made in compared.items() if not made.can_choose]
             if has_val and given is not chosen and "summary" not in options:
                 # Only the data say that they have validation rows of their own.
-                compared = compare.compare(self._bases, run=False, **chosen)
+                if not cannot:
+                    compared = compare.compare(self._bases, run=False, **chosen)
+                else:
+                    line = f"validation rows choose no round, as {', '.join(cannot)} "
+                    line += "cannot be measured on them; the summary is that of the "
+                    line += "options"
+                    self.notes += [line] * (line not in self.notes)
             self.notes += [n for n in compared.notes if n not in self.notes]
             self._options[setting], of_rows = dict(compared.options), {}
             for base, made in compared.items():
@@ -173,6 +181,16 @@ class Study:
                 lines = [f"{base} has its own {n} and is not tuned in it" for n in odd]
                 self.notes += [one for one in lines if one not in self.notes]
             self._tuned[setting] = of_rows
+            is_owned = has_val and bool(first.data.partition.val.count.any())
+            for row in self.rows:
+                base = row.removesuffix(FINE_TUNED)
+                is_odd = base in cannot or (row != base and not is_owned)
+                if is_odd and any(of_rows[base].values()):
+                    raise ValueError(
+                        f"study: tune: {row} cannot be measured on validation rows "
+                        "that belong to no client; give rows of clients with "
+                        f"partition=natural, or val_split in their place, or omit {row}"
+                    )
             self._hashes[setting] = {
                 base: {
                     "data": one.examples_sha256,
@@ -689,7 +707,7 @@ def study(
             gone with the study.
         **options: As in `build.experiment`, for all methods. With validation rows, of
             `val_split` or of the data, the `summary` is `best_validation` unless it is
-            given.
+            given, or a method cannot be measured on them.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.

@@ -232,6 +232,39 @@ def test_parts():
         doors.opened({"train": (X, Y), "dev": few, "val": few})
 
 
+def test_a_column_of_the_split_beside_arrays():
+    """It divides the rows, with their owners, and no part of it trains by mistake."""
+    split = ["test", "train", "Validation", "train"] * 3
+    columns = {"x": X, "y": Y, "client": np.arange(12) % 2, "split": split}
+    table = pandas.DataFrame({n: list(one) for n, one in columns.items()})
+    for given in (columns, table):
+        rows = doors.opened(given)
+        for part, place in zip(
+            rows, (slice(1, 12, 2), [0, 4, 8], [2, 6, 10]), strict=True
+        ):
+            for one, name in zip(part.arrays, [*columns][:3], strict=True):
+                np.testing.assert_array_equal(one, columns[name][place])
+        assert "; split: split" in rows[0].notes[0]
+    train, test, val = doors.opened({**columns, "split": ["train"] * 12})
+    assert len(train.arrays[0]) == 12 and test is None and val is None
+    with pytest.raises(ValueError, match="dataset: the column split holds dev; expec"):
+        doors.opened({**columns, "split": ["train"] * 11 + ["dev"]})
+    with pytest.raises(ValueError, match="which rows test; omit the validation rows"):
+        doors.opened(columns, val=(X, Y))
+    with pytest.raises(ValueError, match="dataset: there is no row to train on"):
+        doors.opened({**columns, "split": ["test"] * 12})
+
+
+def test_lengths_of_parts():
+    """Labels too many in one part do not make up for too few in another."""
+    few = {"test": (X[:2], Y), "val": (X, Y[:2])}
+    for name, part in few.items():
+        with pytest.raises(ValueError, match=f"^dataset: {name}: x has the shape"):
+            arrays.from_arrays(X, Y, layout="nhwc", **{name: part})
+    with pytest.raises(ValueError, match="^dataset: the train rows: x has .* y .2.; g"):
+        arrays.from_arrays(X, Y[:2], layout="nhwc", test=few["test"])
+
+
 def test_labels_of_test_rows_alone():
     """No model learns them."""
     found = arrays.from_arrays(X, 0 * Y, test=(X, Y), layout="nhwc")

@@ -56,7 +56,9 @@ def test_a_column_of_the_split(tmp_path):
         assert "labels that only test or validation rows have: ash" in found.notes
     with pytest.raises(ValueError, match="column split holds dev; expected train, tes"):
         frames.from_frame(table.replace({"split": {"test": "dev"}}), **given)
-    with pytest.raises(ValueError, match="column split says which rows test; omit"):
+    with pytest.raises(
+        ValueError, match="column split says which rows test; omit the va"
+    ):
         frames.from_frame(table, **given, val=FRAME)
 
 
@@ -65,6 +67,8 @@ def test_validation_rows_of_a_table():
     given = {"label": "species", "owner": "site", "test": FRAME[:1]}
     found = frames.from_frame(FRAME, **given, val=FRAME[1:])
     np.testing.assert_array_equal(found.client[4:], [-1, 0, 1, 1])
+    found = frames.from_frame(FRAME, **given, val=FRAME[1:], owned=("test", "val"))
+    np.testing.assert_array_equal(found.client[4:], [1, 0, 1, 1])
     found = frames.from_frame(FRAME, **given, val=FRAME.drop(columns="site"))
     np.testing.assert_array_equal(found.client[4:], [-1] * 5)
     assert (found.num_train, found.num_test, found.num_val) == (4, 1, 4)

@@ -98,6 +98,20 @@ def test_validation_rows_of_the_data_choose(tmp_path):
     assert frame.loc["fedavg"].iloc[0] == alone["global_accuracy"]["mean"]
 
 
+def test_validation_rows_of_nobody():
+    """No row is tuned by what cannot be measured on them, and without tune all run."""
+    rows = {"dataset": (X[:150], Y[:150]), "val": (X[150:], Y[150:]), "val_split": 0.0}
+    for method in ("fedavg+ft", "local", "fedper"):
+        with pytest.raises(ValueError, match=f"tune: {re.escape(method)} cannot be me"):
+            made(methods=["fedavg", method], control="", **rows)
+    plain = rows | {"tune": {}, "control": ""}
+    found = made(methods=["fedavg", "fedper"], **plain)
+    assert len([one for one in found.notes if "no round, as fedper cannot" in one]) == 1
+    assert not any("summary" in one for one in found._options[""].values())
+    found = made(methods=["fedavg"], **plain)
+    assert found._options[""]["fedavg"]["summary"] == "best_validation"
+
+
 def test_results_are_runs_at_the_best_point(done):
     """A row is a run of all seeds with the chosen options."""
     rate = done.choice("", "fedavg").options["client_lr"]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas
 import pytest
 
 import models
@@ -167,8 +168,58 @@ def test_validation_rows_of_the_data_choose():
     with pytest.raises(ValueError, match="--algo=fedper has no server's model to meas"):
         planned(**own_split(**free, summary="best_validation"))
     made = planned(**own_split(test=None, test_split="client_share"))
-    (line,) = [one for one in made.notes if "validate in any case" in one]
+    (line,) = [one for one in made.notes if "rows stay as they are" in one]
     assert line.startswith("--test_split=client_share is of the other rows")
+
+
+def few_owners(algo="fedper", **given):
+    """Owner 1 has 2 rows, and alone owns test or validation rows if any are owned."""
+    rows = (X[:40], Y[:40], np.repeat([0, 1], [38, 2]))
+    common = {"preset": "none", "rounds": 2, "eval_every": 1, "model": "mlp"}
+    return build.experiment(algo=algo, **{"dataset": rows} | common | given)
+
+
+OF_ONE, OF_NOBODY = (X[:6], Y[:6], np.ones(6, int)), (X[:6], Y[:6])
+
+
+@pytest.mark.parametrize("gone", [{"min_owner_examples": 5}, {"num_clients": 1}])
+def test_owners_that_are_no_clients(gone):
+    """Nothing chooses by their rows or tests on them, which is said or refused."""
+    for name, value in (("early_stop", 2), ("summary", "best_validation")):
+        with pytest.raises(ValueError, match=f"^--{name}={value}: no validation row i"):
+            few_owners(**gone, val=OF_ONE, **{name: value})
+    said = " ".join(few_owners(**gone, val=OF_ONE).notes)
+    assert "no validation row is left" in said or "6 of 6 validation rows" in said
+    with pytest.raises(ValueError, match="official leaves no test row, as all are of"):
+        few_owners(**gone, test=OF_ONE)
+
+
+def test_owners_of_parts():
+    """A dict of tables keeps the owners of test and validation rows."""
+    names = list("abcde")
+    table = pandas.DataFrame(X[:60, :5], columns=names)
+    table = table.assign(label=Y[:60], client=np.arange(60) % 2)
+    parts = {"train": table[:40], "test": table[40:50], "val": table[50:]}
+    made = few_owners(dataset=parts)
+    found = made.data.partition
+    assert found.test.count.tolist() == found.val.count.tolist() == [[5, 5]]
+    made = few_owners(dataset=parts, test_split="client_share")
+    assert any("the rows that are test rows in the data" in one for one in made.notes)
+    made = few_owners(dataset=parts, partition="iid", num_clients=2)
+    said = [one for one in made.notes if "rows belong to no client; natural" in one]
+    assert len(said) == 2
+    with pytest.raises(ValueError, match="pool divides each client's .* take official"):
+        few_owners(dataset=parts, test_split="pool")
+
+
+def test_rows_of_nobody_without_a_server():
+    """A method that serves clients alone says that it does not measure them."""
+    for algo, count in (("fedper", 2), ("local", 2), ("fedavg", 0)):
+        made = few_owners(algo, test=OF_NOBODY, val=OF_NOBODY)
+        said = [one for one in made.notes if "measures clients only; give" in one]
+        assert len(said) == count
+    with pytest.raises(ValueError, match="^--early_stop=2: --algo=local has no server"):
+        few_owners("local", val=OF_NOBODY, early_stop=2)
 
 
 def test_unseen_clients_never_train_and_depend_on_the_seed():
