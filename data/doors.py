@@ -30,9 +30,9 @@ class Rows(NamedTuple):
     """Rows of a user's object: `arrays` (x, y) or (x, y, client), or else a `frame`.
 
     `has_columns` says whether label and owner are columns that have names. `notes` are
-    lines about how the object was taken. `split` is the name of a
-    column beside the arrays and the part of each row in it, if there is one, and
-    `is_of_whole` says that the rows are a part of `dataset=`.
+    lines about how the object was taken. `split` is the name of a column beside the
+    arrays and the part of each row in it, if there is one, and `is_of_whole` says that
+    the rows are a part of `dataset=`.
     """
 
     arrays: tuple[Any, ...] | None

@@ -613,7 +613,7 @@ def choose_chunk(
 
     least = min(max(min_chunk, 1), per_device)
     widths = [width for width in known if width < per_device]
-    if execution_lib.is_priced(per_device, step_macs, is_gpu):
+    if execution_lib.is_priced(per_device, step_macs, known):
         widths.append(per_device)
     candidates = {max(width, least) for width in widths}
     best = min(candidates, key=lambda chunk: (cost(chunk), -chunk))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -189,13 +190,14 @@ def step_costs(step_macs: float, is_gpu: bool = False) -> dict[int, float]:
     return {width: between(width) for width in shared}
 
 
-def is_priced(width: int, step_macs: float, is_gpu: bool = False) -> bool:
+def is_priced(width: int, step_macs: float, known: Collection[int]) -> bool:
     """Whether a chunk of `width` clients costs about as much as the next known one.
 
-    A TPU's compiler has odd widths: a step of 25 clients of `m1` costs 2.5 times one of
-    32. It has none close below a known one, and a tiny dense net is taken to have none.
+    `known` are the widths of `step_costs`. A TPU's compiler has odd widths: a step of
+    25 clients of `m1` costs 2.5 times one of 32. It has none close below a known one,
+    and a tiny dense net is taken to have none.
     """
-    wider = min((w for w in step_costs(step_macs, is_gpu) if w >= width), default=0)
+    wider = min((w for w in known if w >= width), default=0)
     is_tiny = step_macs <= min(STEP_CYCLES)
     return bool(wider) and (is_tiny or width >= 0.95 * wider)
 
