@@ -458,19 +458,24 @@ class Hosted(Rows):
         self, call: Call, window: _Window, ids: Sequence[np.ndarray]
     ) -> list[_Coming]:
         """The rows of clients of each variant on their way to a window's slots."""
-        out, residents = [], [window.residents[seed] for _, seed in call.pairs]
-        stores = [self._stores[variant] for variant in call.variants]
+        out, stores = [], [self._stores[variant] for variant in call.variants]
         for have_trained in (True, False):
             some = [
                 one.in_order(mine[one.trained(mine) == have_trained])
                 for one, mine in zip(stores, ids, strict=True)
             ]
-            where = [r.slots_of(one) for r, one in zip(residents, some, strict=True)]
-            given = some, where, window.layout, self.row_bytes
-            for chunk in transfer.chunks(*given):
+            for chunk in self._chunks(call, window, some):
                 read = self._chunk if have_trained else self._untrained_chunk
                 out.append(read(call, chunk))
         return out
+
+    def _chunks(
+        self, call: Call, window: _Window, ids: Sequence[np.ndarray]
+    ) -> Iterator[transfer.Chunk]:
+        """Clients int[n] of each variant in chunks, with their slots in a window."""
+        pairs = zip(ids, call.pairs, strict=True)
+        where = [window.residents[seed].slots_of(one) for one, (_, seed) in pairs]
+        return transfer.chunks(ids, where, window.layout, self.row_bytes)
 
     def _chunk(self, call: Call, chunk: transfer.Chunk) -> _Coming:
         """A chunk of rows that have trained."""
@@ -507,9 +512,8 @@ class Hosted(Rows):
             self._stores[variant].in_order(one.trained(*rounds))
             for variant, one in zip(call.variants, residents, strict=True)
         ]
-        where = [r.slots_of(one) for r, one in zip(residents, ids, strict=True)]
         leaving = self._leaving.setdefault(name, [])
-        for chunk in transfer.chunks(ids, where, window.layout, self.row_bytes):
+        for chunk in self._chunks(call, window, ids):
             rows = transfer.taken(call.state.private, chunk, self._how)
             leaving.append((chunk, rows))
             self._store(call, transfer.most_waiting(self._how))
