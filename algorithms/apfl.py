@@ -8,10 +8,16 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
   with its copy of the server's. Only its own model and its weight move.
 * The mixture with the server's model serves the client.
 
+    vbar_i = alpha_i v_i + (1 - alpha_i) w_i
+    v_i <- v_i - eta_t alpha_i grad f_i(vbar_i)
+    alpha_i <- alpha_i - eta_t <v_i - w_i, grad f_i(vbar_i)>  (once in a round)
+    w_i <- w_i - eta_t grad f_i(w_i)
+    w <- mean_(i in S_t) w_i
+
 | paper | here |
 |---|---|
-| w, v_i | `state.server`, the rows `own` of `state.clients` |
-| vbar_i = alpha_i v_i + (1 - alpha_i) w | `mixed` |
+| w, w_i | `state.server`, a client's copy during its training |
+| v_i, vbar_i | the rows `own` of `state.clients`, `mixed` |
 | alpha_i | `own_weight`; in round 0 `--own_weight`, 0..1 |
 | eta_t | `--client_lr`, `--client_lr_decay` |
 

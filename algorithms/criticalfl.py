@@ -14,11 +14,18 @@ https://arxiv.org/abs/2412.11674, in rounds without a server.
 * It trains for E epochs. The norm of its round is the learning rate times the mean over
   epochs of the sum of squared gradient norms.
 
+    w_i <- mean_(j in i, Q_i) w_j
+    n_i = eta / E sum_s ||grad F_i(w_i^s)||^2
+    k_i <- min(2 k_i, 3 / 4 (K - 1))  (critical)
+    k_i <- max(k_i / 2, N_com)  (else)
+
 | paper | here |
 |---|---|
+| Q_i | the first k_i of the peers that are drawn for a client |
+| w_i^s, n_i | the model in local step s of E epochs, `norm` |
 | federated gradient norm | mean `norm` of client and peers; `Period.history` |
 | the threshold | `--critical_threshold` |
-| clients of a round | `Period.num_peers` [k_i], from `--num_peers` to 3/4 (K - 1) |
+| clients of a round | `Period.num_peers` [k_i]; N_com is `--num_peers` |
 | sparse updates in critical periods | `--sparsify` |
 
 With `--sparsify` a client in a critical period pulls from each peer only the fifth of

@@ -8,11 +8,14 @@ server.
   takes the mean of these and its own, weighted by examples.
 * It trains the mean for E epochs on its own examples.
 
+    w_i <- mean_(j in i, Q_i) w_j
+    w_i <- w_i - eta grad F_i(w_i)
+
 | paper | here |
 |---|---|
 | w_i | rows of `state.clients["own"]` |
-| N_com | `--num_peers`, drawn in each round (`--topology`, `--fixed_graph`) |
-| abs(D_j) | `--aggregation=examples` |
+| Q_i, N_com of them | peers (`--num_peers`, `--topology`, `--fixed_graph`) |
+| mean_j | weighted by abs(D_j) (`--aggregation=examples`) |
 | g, h: extractor and classifier | stages before and from `--personal_from` on |
 
 `dfedper` keeps the last layer private (`--personal_from=last`). `dfedavgm` is DFedAvgM

@@ -13,12 +13,15 @@ https://arxiv.org/abs/2412.11674.
 * In each tensor it prunes the smallest weights and regrows as many entries elsewhere:
   those of the largest gradients, or some at random.
 
+    w_k <- m_k * (sum_(j in k, Q_k) m_j * w_j) / (sum_(j in k, Q_k) m_j)
+    w_k <- m_k * (w_k - eta grad F_k(w_k))
+
 | paper | here |
 |---|---|
 | w_k, m_k | `state.clients["own"]`; `["private"]`: `packed`, trained with and next |
 | sparsity, ERK | 1 - `--density`, `allotted` |
 | pruning rate, annealed by a cosine | `rate`: `--prune_rate`, `--prune_rounds` |
-| neighbours | `--num_peers`, `--topology` |
+| neighbours Q_k | `--num_peers`, `--topology` |
 | dense gradient of a batch | `--regrow=gradient`: the first batch of the round |
 
 Each tensor keeps its number of entries, so messages have a fixed size: the values

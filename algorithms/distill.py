@@ -11,12 +11,18 @@ https://arxiv.org/abs/2002.03532.
 * The paper's setting is central, which is `--num_clients=1`. The gain is measured
   against `--algo=fedavg` on the same rows (`--train_share`).
 
+    loss = CE(z, y) + KL(t || q)
+    t_c = (1 - e) [c = y] + e / Y  (LS)
+    t_y = p_y,  t_c = (1 - p_y) / (Y - 1)  (KD-pt)
+    t = softmax(relu(w_y W^T)^.3 / .3)  (KD-sim)
+
 | paper | here, `--distill_target` |
 |---|---|
-| KD | `kd`: the teacher's distribution p |
-| LS | `ls`: 1 - e on the label y and e / Y everywhere, e = `--smoothing`; no teacher |
-| KD-pt | `pt`: p_y on the label, (1 - p_y) / (Y - 1) elsewhere |
-| KD-sim | `sim`: softmax(relu(w_y W^T)^.3 / .3), W the unit vectors of the classes |
+| z, q | logits of the model in training, their softmax |
+| KD | `kd`: t is the teacher's distribution p |
+| LS | `ls`: e = `--smoothing`; no teacher |
+| KD-pt | `pt`: p_y on the label, the rest spread evenly |
+| KD-sim | `sim`: W are the unit vectors of the classes |
 | KD-pt+sim | `pt_sim`: the mean of the last two |
 | PKD, LKD | `kd` with a teacher of less data, or of the first level |
 

@@ -7,9 +7,12 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 * Each client of the round also trains its personal model on its examples, pulled
   towards the server's model as it was sent. The personal model serves the client.
 
+    v_k <- v_k - eta (grad F_k(v_k) + lambda (v_k - w^t))
+    w^(t+1) = sum_(k in S_t) n_k / n w_k
+
 | paper | here |
 |---|---|
-| w^t, v_k | `state.server`, rows of `state.clients` |
+| w^t, w_k, v_k | `state.server`, from it trained on F_k, rows of `state.clients` |
 | lambda | `--proximal_weight` |
 | s | the steps of `--local_epochs`, for both models |
 

@@ -11,10 +11,15 @@ Personalized Federated Learning", AAAI 2023, https://arxiv.org/abs/2212.01197
   their loss no longer moves.
 * It trains the mixed model for E epochs. The server takes the mean of what returns.
 
+    M_i = Theta_i^(t-1) + (Theta^(t-1) - Theta_i^(t-1)) * W_i^p
+    W_i^p <- clip(W_i^p - eta grad_W F_i(M_i), 0, 1)
+    Theta^t = sum_(i in S_t) n_i / n Theta_i^t
+
 | paper | here |
 |---|---|
 | Theta^{t-1}, Theta_i^{t-1} | the server's model; the rows `own`, upper stages alone |
 | W_i^p | the rows `weight`, 1 before the first round |
+| M_i, Theta_i^t | `mixed`; M_i after E epochs of training |
 | p | stages from `--adaptive_from` on |
 | s % | `--adaptive_share` |
 | eta | `--adaptive_lr` |

@@ -10,10 +10,13 @@ Classification", ICLR 2022, https://arxiv.org/abs/2106.06042 (Algorithm 1).
 * After training, each client fine-tunes its copy on its own examples:
   `--fine_tune_epochs=5` [tau_f] adds the accuracy of the paper's tables.
 
+    theta_ext^k <- theta_ext^k - eta grad F_k(theta_ext^k, theta_cls)
+    theta_ext = sum_(k in S_t) n_k / n theta_ext^k
+
 | paper | here |
 |---|---|
 | theta_ext, theta_cls | stages before and from `--personal_from` on |
-| tau | `--local_epochs` |
+| tau, eta | `--local_epochs`, `--client_lr` |
 | n_k / n | `--aggregation=examples` |
 
 Differs from the paper: a client is served the server's model as it is, with the first

@@ -11,20 +11,25 @@ code wuzhiyuan2000/FedICT.
 * Its logits are sent back. The client trains on cross-entropy plus distillation towards
   them, weighted by its own label frequencies.
 
+    D(v) = mean_b T^2 sum_c v_c q_c log(q_c / p_c)
+    loss_n = CE(p, y) + alpha D(d^n / T_p)
+    loss_s = D(cos(d^g, d^n)) + alpha CE(p, y)
+
 | code | here |
 |---|---|
 | alpha, T | `--distill_weight`, `--temperature` |
 | d^n, d^g | label frequencies of a client, of all |
-| FPKD, T of it | `client_weight`, `--prior_temperature` |
-| LKA, by similarity | `server_weight` |
+| FPKD: d^n / T_p | `client_weight`, `--prior_temperature` |
+| LKA, by similarity: cos(d^g, d^n) | `server_weight` |
+| q, p | softmax at T of the teacher and of the student (in CE at 1) |
+| loss_n, loss_s | the client's, the server's; mean_b is over a batch |
 
-D(w) below is mean_b T^2 sum_c w_c q_c log(q_c / p_c), q the teacher, p the student. The
-client's D(d^n / T) is least where p is proportional to d^n q: the teacher's output,
-seen through the classes that the client owns.
+The client's D(d^n / T_p) is least where p is proportional to d^n q: the teacher's
+output, seen through the classes that the client owns.
 
 Differs from the paper, which was not at hand: this follows the released code in the
 order that the FedD2S paper describes (local training, upload, server, distillation
-back). The code adds to the client's D(d^n / T) a plain KL, whose second softmax makes
+back). The code adds to the client's D a plain KL, whose second softmax makes
 every teacher nearly uniform, so that it penalises confidence. With one softmax it would
 outweigh the weighted term at least three times. It is left out (measured in
 `launch/papers/RESULTS.md`). In the code teacher and student see different samples,

@@ -8,11 +8,15 @@ workshop, https://arxiv.org/abs/1910.03581 (Algorithm 1).
 * Digest: the client trains on the public images towards the consensus.
 * Revisit: it trains on its own examples.
 
+    ftilde(x) = mean_(k in S) f_k(x),  x in D_0
+    digest_k = mean_(x in D_0) abs(f_k(x) - ftilde(x))
+    revisit_k = CE(f_k(x), y),  x in D_k
+
 | paper | here |
 |---|---|
-| f_k(x_i^0), f~(x_i^0) | `answers`, `consensus` |
+| f_k(x), ftilde(x) on D_0 | `answers`, `consensus` (of logits, or `--public_loss=kl`) |
 | D_0 | `--public_set` or `--proxy_fraction`; the subset has `--public_examples` |
-| digest, revisit | `--digest_epochs`, `--local_epochs` |
+| digest_k, revisit_k | the losses of `--digest_epochs`, of `--local_epochs` |
 
 Clients may differ in architecture: `--client_model=m1,m2,...` gives client k the k-th
 name, cyclically. Each architecture is one stacked group.

@@ -7,10 +7,13 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
 * Each trains base and its own personal layers together for E epochs.
 * The base layers are sent back, and the server takes their weighted mean.
 
+    W_B^j, W_P^j <- (W_B^j, W_P^j) - eta grad F_j(W_B^j, W_P^j)
+    W_B <- sum_(j in S) gamma_j W_B^j
+
 | paper | here |
 |---|---|
 | W_B | the server's stages, up to the boundary |
-| W_P | stages of `state.clients`, from `--personal_from` on |
+| W_P^j | stages of `state.clients`, from `--personal_from` on |
 | gamma_j | `--aggregation=examples` |
 
 `fedrep` is FedRep (Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared

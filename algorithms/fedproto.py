@@ -5,23 +5,29 @@ Heterogeneous Clients", AAAI 2022, https://arxiv.org/abs/2105.00243 (Algorithm 1
 released code yuetan031/FedProto.
 
 * The server sends its prototypes C, one for each class that any client had.
-* A client trains its own model on L = L_S + lambda L_R (Eq. 7): cross-entropy, and how
-  far its representations are from the prototypes of their classes.
-* It sends C_i^(j), the mean of its representations of class j (Eq. 3). The server takes
-  the mean over the clients that have the class (Eq. 6). Models never leave.
+* A client trains its own model on cross-entropy, and on how far its representations
+  are from the prototypes of their classes.
+* It sends the mean of its representations of each class. The server takes the mean
+  over the clients N_j that have the class. Models never leave.
 * A client is served its own body and the prototypes: the answer is the class whose C
   is nearest in L2 to an example's representation.
 
+    L_i = CE(w_i; x, y) + lambda L_R  (Eq. 7)
+    L_R = mean_(x,y) ||f(phi_i; x) - C^y||^2 / d
+    C_i^j = mean_(x in D_i, y = j) f(phi_i; x)  (Eq. 3)
+    C^j = mean_(i in N_j) C_i^j  (Eq. 6)
+
 | paper | here |
 |---|---|
-| omega_i, C | rows of `state.clients`, `state.server` |
-| f(phi_i; x) | the input of the last stage |
+| w_i (omega_i), C | rows of `state.clients`, `state.server` |
+| f(phi_i; x), d | the input of the last stage, its width |
+| mean over N_j | weighted by examples of the class (`--aggregation`) |
 | lambda | `--prototype_weight` |
 
 Clients may differ in architecture: `--client_model=m1,m2,...` gives client k the k-th
 name, cyclically. Their representations have one width.
 
-Differs from the paper: L_R there is sum_j ||C_i^(j) - C^(j)||_2, in each minibatch over
+Differs from the paper: L_R there is sum_j ||C_i^j - C^j||, in each minibatch over
 its classes (`--prototype_loss=means`). By default it is the mean square of differences
 between examples and their prototypes, as in the released code and PFLlib, because the
 published results are made with it. In both, a class without a prototype adds nothing.

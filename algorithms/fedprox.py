@@ -3,7 +3,15 @@
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous
 Networks", MLSys 2020, https://arxiv.org/abs/1812.06127 (Algorithm 2).
 
-* h_k(w) = F_k(w) + mu / 2 ||w - w^t||^2 [mu: `--proximal_weight`]; the rest is FedAvg.
+* Each client of the round trains on h_k. The rest is FedAvg.
+
+    h_k(w) = F_k(w) + mu / 2 ||w - w^t||^2
+    w^(t+1) = sum_(k in S_t) n_k / n w_k
+
+| paper | here |
+|---|---|
+| w^t, w_k | `state.server`, from it trained on h_k |
+| mu | `--proximal_weight` |
 
 Differs from the paper: a few epochs stand for the gamma-inexact solution, clients are
 drawn uniformly, and by default the mean is weighted by examples.

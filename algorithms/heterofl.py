@@ -12,8 +12,13 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
   the data of the clients that take part.
 * SHeteroFL: a client trains every smaller width too, each on the same batch.
 
+    w_k <- w_k - eta grad CE(f(x; w_k), y),  w_k = W_g[1..r_k]
+    W_g[e] <- mean_(k in S_e) w_k[e]
+
 | paper | here |
 |---|---|
+| w_k, r_k | the slice of a client, its width |
+| W_g[e], S_e | an entry, the clients that hold it |
 | r: width | `cohort.level` of as many levels as `--level_mix` has parts |
 | W_g: global model | `state.server`, of width `--max_level` |
 | Scaler | `--scaler` |

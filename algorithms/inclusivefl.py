@@ -12,11 +12,17 @@ https://openreview.net/forum?id=pf8RIZTMU58).
 * Momentum distillation: the movement of the next level's last two stages in its
   clients' last round also moves the last stage of a level's clients.
 
+    loss_k = CE(z_d, y)
+    w_(d,k) <- w_d + (1 - beta) (w_(d,k) - w_d) + beta m_(d+1)
+    w_i <- mean_(k in S_i) w_(i,k)
+
 | paper | here |
 |---|---|
 | M_i: model of type i | the first i stages, `cohort.level` |
 | its classifier | the exit of stage i |
-| beta | `--momentum_distill_weight` |
+| d, z_d | a client's level, logits of its deepest exit |
+| S_i | the clients that hold stage i |
+| beta, m_(d+1) | `--momentum_distill_weight`, the next level's movement |
 
 Differs from the paper: stages are shared by all levels, also where one is a client's
 last (there it is the level's own), as in DepthFL's code. Its default for the exits is

@@ -8,6 +8,9 @@ https://arxiv.org/abs/2001.01523 (Algorithm 1).
 * Each trains them together with its own lower layers for E epochs.
 * The upper layers are sent back, and the server takes their weighted mean.
 
+    theta_m^l, theta_m^g <- (theta_m^l, theta_m^g) - eta grad F_m(theta_m^l, theta_m^g)
+    theta^g <- sum_(m in S_t) N_m / N theta_m^g
+
 | paper | here |
 |---|---|
 | l_m, theta_m^l | a client's own stages, before `--shared_from` |

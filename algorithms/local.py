@@ -7,9 +7,11 @@
 * If there is a proxy set, the server trains a separate model on it, as in the CDKT
   paper's row. No client learns from this model.
 
+    w_n <- w_n - eta grad F_n(w_n)
+
 | paper | here |
 |---|---|
-| w_n | rows of `state.clients` |
+| w_n, F_n | rows of `state.clients`, the loss on the client's examples |
 | w_s | `state.server`, only with a proxy set |
 | K, R | `--local_epochs`, `--server_epochs` |
 

@@ -3,12 +3,15 @@
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021,
 https://arxiv.org/abs/2103.16257 (Algorithm 1).
 
-* The server sends w^t. A client trains it on cross-entropy plus mu times
-  l_con = -log(e^{sim(z, z_glob) / tau} / (e^{sim(z, z_glob) / tau} +
-  e^{sim(z, z_prev) / tau})) (Eqs. 3 and 4), where sim is the cosine similarity.
+* The server sends w^t. A client trains it on cross-entropy plus mu times a contrastive
+  loss, where sim is the cosine similarity.
 * z, z_glob and z_prev are the representations of an example by the model in training,
   by w^t, and by the model that the client sent last.
 * The server takes the mean. It serves all clients.
+
+    L = CE(w; x, y) + mu l_con  (Eq. 4)
+    l_con = -log(near / (near + far))  (Eq. 3)
+    near = e^(sim(z, z_glob) / tau),  far = e^(sim(z, z_prev) / tau)
 
 | paper | here |
 |---|---|

@@ -4,19 +4,23 @@ Fallah, Mokhtari, Ozdaglar: "Personalized Federated Learning with Theoretical
 Guarantees: A Model-Agnostic Meta-Learning Approach", NeurIPS 2020,
 https://arxiv.org/abs/2002.07948 (Algorithm 1).
 
-* F(w) = mean_i f_i(w - alpha grad f_i(w)) (Eq. 3).
-* A client takes tau steps w <- w - beta (I - alpha H) g. With batches D, D', D'' of its
-  examples g = grad f_i(w - alpha grad f_i(w; D); D'), and H is the Hessian of f_i(w;
-  D''). The server takes the mean.
-* FO (first-order): H g is left out. HF (Hessian-free): H g is
-  (grad f_i(w + delta g; D'') - grad f_i(w - delta g; D'')) / (2 delta).
+* A client takes tau steps on F, with batches D_1, D_2, D_3 of its examples. The server
+  takes the mean.
+* The step has the Hessian H of f_i. FO (first-order) leaves it out, HF (Hessian-free)
+  has a difference of gradients in its place.
+
+    F(w) = mean_i f_i(w - alpha grad f_i(w))  (Eq. 3)
+    g = grad f_i(w - alpha grad f_i(w; D_1); D_2)
+    w <- w - beta g  (FO)
+    w <- w - beta (g - alpha H_g)  (HF)
+    H_g = (grad f_i(w + delta g; D_3) - grad f_i(w - delta g; D_3)) / (2 delta)
 
 | paper | here |
 |---|---|
 | alpha, beta | `--inner_lr`; `--client_lr`, with its optimizer |
 | delta | `--difference`, with `--hessian_free` (HF) |
 | tau | the steps of `--local_epochs` |
-| D, D', D'' | thirds (FO: halves) of a step's batch, each of `--batch_size` |
+| D, D', D'' (D_1 to D_3) | thirds (FO: halves) of a step, each of `--batch_size` |
 
 A client is served w - alpha grad f_i(w) with the gradient on all of its train rows, as
 Eq. 3 has it, the adapted model; w is the global one. A client that never trains is

@@ -4,18 +4,20 @@ T. Dinh, Tran, Nguyen: "Personalized Federated Learning with Moreau Envelopes", 
 2020, https://arxiv.org/abs/2006.08848 (Algorithm 1); released code
 CharlieDinh/pFedMe.
 
-* F_i(w) = min_theta f_i(theta) + lambda / 2 ||theta - w||^2 (Eq. 2), whose gradient is
-  lambda (w - theta_i(w)) (Eq. 4).
-* A client goes through its minibatches. On each it takes K gradient steps of theta_i on
-  f_i(theta; D) + lambda / 2 ||theta - w_i||^2, then w_i moves to
-  w_i - eta lambda (w_i - theta_i).
-* w_i is sent, and w^{t+1} = (1 - beta) w^t + beta mean_i w_i. theta_i stays.
+* A client goes through its minibatches D. On each it takes K gradient steps of theta_i
+  near w_i, then w_i takes one along the gradient of F_i.
+* w_i is sent, and the server moves towards the mean. theta_i stays.
+
+    F_i(w) = min_theta f_i(theta) + lambda / 2 ||theta - w||^2  (Eq. 2)
+    theta_i <- theta_i - eta_p (grad f_i(theta_i) + lambda (theta_i - w_i))  (K times)
+    w_i <- w_i - eta lambda (w_i - theta_i)  (Eq. 4)
+    w^(t+1) = (1 - beta) w^t + beta mean_(i in S_t) w_i
 
 | paper | here |
 |---|---|
 | w^t, theta_i | `state.server`, rows `own` of `state.clients`, once `has_own` |
 | lambda, K | `--proximal_weight`, `--personal_steps` |
-| eta | `--client_lr`, with its optimizer |
+| eta, eta_p | `--client_lr`, with its optimizer; `--personal_lr` |
 | beta | `--server_lr` with `--server_optimizer=sgd`; 1 without |
 | R | the steps of `--local_epochs` |
 

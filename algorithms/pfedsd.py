@@ -8,10 +8,15 @@ released code CGCL-codes/pFedSD.
   the KL distance to the model that it trained at its last participation.
 * The server takes the mean of the models. Each client keeps a copy of its own.
 
+    L_k = CE(z, y) + lambda tau^2 KL(v || p)
+    w <- mean_(k in S) w_k
+
 | code | here |
 |---|---|
 | lambda, tau | `--self_distill_weight`, `--temperature` |
-| local model, teacher | `state.clients["own"]`, once `"has_own"` |
+| w, w_k | `state.server`, from it trained on L_k |
+| local model, teacher | `state.clients["own"]` (w_k of last time), once `"has_own"` |
+| z, p, v | logits; softmax(z / tau), and that of the teacher |
 
 Differs from the paper, which was not at hand: this follows the released code. Its
 defaults are lambda = 1 and tau = 1; ours are .5 and 3, from a later reimplementation.

@@ -5,10 +5,15 @@ Averaging for Federated Learning", ICML 2020, https://arxiv.org/abs/1910.06378
 (Algorithm 1, option II).
 
 * The server sends its model x and its control variate c.
-* A client takes steps along g(y) - c_i + c from x. Its new control variate is c_i - c +
-  (x - y) / (K eta_l), the mean of the gradients that it took.
-* The server moves x along the mean of y - x, and c by |S| / N times the mean of the
-  changes of c_i.
+* A client takes K steps from x, corrected by both control variates. Its new one is the
+  mean of the gradients that it took.
+* The server moves x along the mean of y_i - x, and c by the share of clients in S times
+  the mean change of c_i.
+
+    y_i <- y_i - eta_l (grad f_i(y_i) - c_i + c)
+    c_i^+ = c_i - c + (x - y_i) / (K eta_l)
+    x <- x + eta_g mean_(i in S) (y_i - x)
+    c <- c + abs(S) / N mean_(i in S) (c_i^+ - c_i)
 
 | paper | here |
 |---|---|

@@ -11,9 +11,14 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 * The server takes the mean of each base over the clients that trained it.
 * A budget of n answers with the mean of the logits of the first n bases.
 
+    w_(b,k) <- w_(b,k) - eta grad CE(f(x; w_(b,k)), y)
+    w_b <- mean_(k in S_b) w_(b,k)
+    f_n(x) = mean_(b = 1)^n f(x; w_b)
+
 | paper | here |
 |---|---|
-| base networks | `state.server`, leaves [N, ...], N = `--num_bases` |
+| base networks w_b | `state.server`, leaves [N, ...], N = `--num_bases` |
+| S_b, f_n | the clients that train base b; the model of budget n |
 | budget of a client | `cohort.level` (`--levels`, `--level_mix`) |
 | r: width of a base | N^-1/2, so that N bases have the whole model's weights |
 

@@ -49,12 +49,15 @@ TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
 EQUATIONS = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 SIGNS = dict(
     zip(
-        "sum in <- != || - alpha beta lambda mu phi rho theta".split(),
-        "∑∈←≠‖−αβλμφρθ",
+        "sum in <- != || - * grad alpha beta gamma delta eta lambda mu phi psi rho tau "
+        "theta Theta".split(),
+        "∑∈←≠‖−⊙∇αβγδηλμφψρτθΘ",
         strict=True,
     )
 )
+ACCENTS = {"bar": "¯", "tilde": "~"}
 BESIDE, OVER = {"_": "sub", "^": "sup"}, {"_": "under", "^": "over"}
+OPERATORS = "sum", "mean", "min", "argmax"  # an index stands below them
 FLOWCHART = re.compile(r"```mermaid\nflowchart BT\n(.*?)```\n", re.DOTALL)
 
 
@@ -182,12 +185,15 @@ def traffic(name: str) -> str:
 
 
 def mathml(line: str) -> str:
-    """An equation such as `w_k^t = sum_(j != i) n_j / (d - 1)` as MathML.
+    """An equation such as `w_k^t = sum_(j != i) n_j / f(d - 1)` as MathML.
 
     Browsers show it without a script or fonts from elsewhere. Brackets around a part of
-    a fraction and around an index are not shown.
+    a fraction and around an index are not shown. Those right behind a name are the
+    arguments of a function.
     """
-    tokens = re.findall(r"[A-Za-z][A-Za-z0-9]*|\d+|<-|!=|\|\||\S", line)[::-1]
+    line = re.sub(r"(?<=[A-Za-z0-9])\(", "@(", line)
+    word = r"[A-Za-z][A-Za-z0-9]*|\d+|\.\d+"
+    tokens = re.findall(rf"{word}|<-|!=|\|\||@\(|\S", line)[::-1]
 
     def row() -> str:
         """What comes before the end or a closing bracket."""
@@ -211,29 +217,36 @@ def mathml(line: str) -> str:
 
     def one() -> str:
         token = tokens.pop()
-        if token == "(":
+        if token in ("(", "@("):
             return enclosed("(", ")")
         if token == "abs":
             tokens.pop()
             return enclosed("|", "|")
+        if accented := re.fullmatch("(.)(bar|tilde)", token):
+            name, accent = accented[1], ACCENTS[accented[2]]
+            return f"<mover><mi>{name}</mi><mo>{accent}</mo></mover>"
         sign = html.escape(SIGNS.get(token, token))
-        tag = "mn" if sign.isdigit() else "mi" if sign[0].isalpha() else "mo"
-        tag = "mo" if token == "mean" else tag
-        space = ' rspace="0.25em"' if token in (",", "mean") else ""
-        return f"<{tag}{space}>{sign}</{tag}>"
+        tag = "mn" if sign[-1].isdigit() else "mi" if sign[0].isalpha() else "mo"
+        tag = "mo" if token in OPERATORS else tag
+        how = ' rspace="0.25em"' if token in (",", *OPERATORS[1:]) else ""
+        how = ' stretchy="false"' if token in ("||", "[", "]") else how
+        return f"<{tag}{how}>{sign}</{tag}>"
 
     def scripted() -> str:
-        """A sign with what is below and above it."""
-        tags = OVER if tokens[-1] in ("sum", "mean") else BESIDE
-        base, found = one(), {}
+        """A sign with what is below and above it, and a function with its arguments."""
+        tags = OVER if tokens[-1] in OPERATORS else BESIDE
+        part, found = one(), {}
         while tokens and tokens[-1] in tags:
             mark = tokens.pop()
             found[mark] = bare(one())
-        if not found:
-            return base
-        tag = "".join(tags[mark] for mark in "_^" if mark in found)
-        parts = "".join(found[mark] for mark in "_^" if mark in found)
-        return f"<m{tag}>{base}{parts}</m{tag}>"
+        if found:
+            tag = "".join(tags[mark] for mark in "_^" if mark in found)
+            parts = "".join(found[mark] for mark in "_^" if mark in found)
+            part = f"<m{tag}>{part}{parts}</m{tag}>"
+        if tokens and tokens[-1] == "@(":
+            tokens[-1] = "("
+            part = f"<mrow>{part}{scripted()}</mrow>"
+        return part
 
     return f'<math display="block">{row()}</math>'
 

@@ -132,10 +132,17 @@ def test_equations_are_mathml(hooks, made):
         "I_j^Aux"
     )
     assert "</math><span>(Eqs. 9 to 11)</span>" in made["methods/cdkt.md"]
-    for name in ("fedavg", "cdkt", "fedd2s", "uapdfl", "depthfl"):
-        lines = re.findall("^    .*$", algorithms.ALGORITHMS[name].about, re.MULTILINE)
+    assert '<munder><mo rspace="0.25em">min</mo><mi>θ</mi></munder>' in hooks.mathml(
+        "min_theta f_i(theta)"
+    )
+    of_function = "<mrow><mi>f</mi><mrow><mo>(</mo><mrow><mi>x</mi></mrow><mo>)</mo>"
+    for line in ("f(x) / 2", "f(x)/2"):
+        assert f"<mfrac>{of_function}" in hooks.mathml(line)
+    for name, entry in algorithms.ALGORITHMS.items():
+        lines = re.findall("^    .*$", entry.about, re.MULTILINE)
         page = made[f"methods/{name}.md"]
-        assert 0 < len(lines) == page.count("<math") and "\n    " not in page
+        assert len(lines) == page.count("<math") and "\n    " not in page
+        assert lines or name != hooks.base(name)
 
 
 def test_every_method_is_cited(hooks, made):
