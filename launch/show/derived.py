@@ -89,7 +89,11 @@ def of(
     * until_rounds, until_mb, until_clock: the first evaluated round after which the
       mean over clients reaches `share` of the control's result, with its messages and
       simulated seconds. Seeds that never do are left out and said.
+
+    Raises a ValueError if `share` is not above 0.
     """
+    if share <= 0:
+        raise ValueError(f"until={share:g}: expected a share above 0, such as 0.95")
     if name in _PLACES:
         return control and _until(run, control, share, _PLACES[name])
     kind = main_metric(run)

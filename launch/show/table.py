@@ -175,7 +175,10 @@ class Table(NamedTuple):
         for head, column in zip(self.heads(), self.columns, strict=True):
             scale = min(column.metric.scale, 1)
             for part in ("mean", "std", "p", "p_best"):
-                found = [getattr(value, part) for value in column.values]
+                found = [
+                    None if value.mean is None else getattr(value, part)
+                    for value in column.values
+                ]
                 if part in ("mean", "std") and scale != 1:
                     found = [None if one is None else scale * one for one in found]
                 out[head, part] = found
@@ -241,7 +244,9 @@ def made(
             if any(entries.values()) and arrays and not has_values:
                 untested[how.title] = ""
     seeds = {len(run.clients["seeds"]) for run in known}
-    notes = [f"Mean ± standard deviation of {max(seeds, default=0)} seeds."]
+    notes = []
+    if seeds:
+        notes.append(f"Mean ± standard deviation of {max(seeds)} seeds.")
     if test != "none":
         name = looks.title(control)
         beside = f"; † better and ‡ worse than {name}" if control else ""
@@ -263,6 +268,11 @@ def made(
         ("until_rounds", "until_mb", "until_clock"),
         f"until the mean over clients reaches {until:g} of {looks.title(control)}'s",
     )
+    needy = [n for n in metrics if n in derived.TITLES and n != "bottom_decile"]
+    if needy and not control:
+        about = {"bottom_decile": about["bottom_decile"]}
+        named = ", ".join(derived.TITLES[n] for n in needy)
+        notes.append(f"{named}: these compare with a control, and none is given.")
     notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
     return Table(rows, columns, notes)
 
@@ -319,7 +329,9 @@ def _values(
     """The values of a column."""
     sign = -1 if how.better == "lower" else 1
     means = {row: sign * one["mean"] for row, one in entries.items() if one}
-    best = max(means, key=means.__getitem__) if means and how.better else None
+    # A mean over those seeds alone that reached a goal is none of all.
+    whole = [row for row in means if "seeds" not in entries[row]]
+    best = max(whole, key=means.__getitem__) if whole and how.better else None
     known = {row: one for row, one in arrays.items() if row in means}
     to_best, to_control = tested(known, best), tested(known, control)
     values = []
@@ -330,7 +342,7 @@ def _values(
         (p, side), (p_best, _) = (
             found.get(row, (None, 0)) for found in (to_control, to_best)
         )
-        is_best = best is not None and means[row] == means[best]
+        is_best = row in whole and best is not None and means[row] == means[best]
         is_best |= p_best is not None and p_best >= significance.LEVEL
         mark = ""
         if p is not None and p < significance.LEVEL:

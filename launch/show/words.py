@@ -106,6 +106,7 @@ TITLES = {
     "ensemble_masked_perplexity": "Ensemble, masked",
     "bytes_up": "MB up",
     "bytes_down": "MB down",
+    "clock": "Clock, s",
 }
 # What an axis says instead of a title, without the unit
 AXES = {

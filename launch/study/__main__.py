@@ -43,12 +43,15 @@ class Options:
         "folder of the data of --table's runs; default is its own",
         needs={"table": option_lib.ON},
     )
-    part: str = option("", "sheets, with commas; default all")
+    part: str = option(
+        "", "sheets, with commas; default all", excludes={"table": option_lib.ON}
+    )
     target: str = option(
         study.TARGET,
         "chip whose compiler is asked for estimates where libtpu is installed; empty = "
         "none",
         choices=("", *target.TPUS),
+        excludes={"table": option_lib.ON},
     )
     report: bool = option(
         False, f"also write {study.REPORT}, tables.md and a picture of each sheet"

@@ -324,6 +324,7 @@ class Study:
             done = [one for one in known if self.is_finished(one)]
             options = self._trial(setting, base, "", {"num_seeds": 1}).options
             name = ", ".join(filter(None, [base, setting]))
+            self._need_python(name, options)
             found.append(estimates.of(experiment(**options), name, variants, len(done)))
         return estimates.Estimate(found)
 
@@ -480,6 +481,8 @@ class Study:
         if not setting:
             return next(iter(known))
         if setting not in known:
+            if list(known) == [""]:
+                raise ValueError(f"setting={setting}: the study has none; omit it")
             raise ValueError(f"setting={setting}: expected one of {', '.join(known)}")
         return setting
 
@@ -500,13 +503,20 @@ class Study:
         made.folder.reopen()
         return made
 
+    def _need_python(self, name: str, options: Mapping[str, Any]) -> None:
+        """Refuses an opened study whose data or methods Python gave."""
+        if self._is_opened and trials.is_of_python(options):
+            where = "the study's own folder, not a packed one"
+            if self._temporary is None:
+                where = f"folder={str(self.folder)!r}"
+            raise ValueError(
+                f"{name} needs what Python gave; call build.study(...) again with "
+                f"{where}"
+            )
+
     def _experiment(self, trial: trials.Trial) -> Experiment:
         """A trial's run with its folder."""
-        if self._is_opened and trials.is_of_python(trial.options):
-            raise ValueError(
-                f"{trial.name} needs what Python gave; call build.study(...) again "
-                f"with folder={str(self.folder)!r}"
-            )
+        self._need_python(trial.name, trial.options)
         given = trial.options | {"workdir": str(self._path(trial)), "resume": True}
         made = experiment(**given)
         if made.examples_sha256 != trial.key["hashes"]["data"]:
@@ -533,6 +543,8 @@ class Study:
 
         if test not in ("wilcoxon", "none"):
             raise ValueError(f"test={test}: expected wilcoxon or none")
+        if isinstance(metrics, str):
+            raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
         control = self.control if control is None else control
         self._check_row("control", control)
         runs = {setting: self.runs(setting) for setting in self.settings}

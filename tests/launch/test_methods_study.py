@@ -143,8 +143,9 @@ def test_interrupted_and_opened_again(done, tmp_path):
         names = file.namelist()
     assert "runs/fedavg/clients.npz" in names and "tables.tex" in names
     assert not any("checkpoints" in name for name in names)
-    with pytest.raises(ValueError, match="needs what Python gave"):
-        packed.load("fedavg")
+    for asked in (lambda: packed.load("fedavg"), packed.estimate):
+        with pytest.raises(ValueError, match="needs what Python gave.* not a packed"):
+            asked()
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as file:
         file.writestr("a", "b")
     with pytest.raises(ValueError, match="is of another study, or damaged"):
@@ -282,6 +283,23 @@ def test_tested_or_not(done):
     assert len(said) == 1 and said[0].startswith("Global")
     alone = made().table(["client_accuracy"])
     assert not any("no values of single clients" in one for one in alone.notes)
+    assert not any("0 seeds" in one for one in alone.notes)
+
+
+def test_what_a_table_cannot_say(done):
+    """It has no sentence about no control, no number of an unknown cell, no letters."""
+    shown = done.table(["hurt", "bottom_decile", "until_rounds"], control="")
+    said = "Hurt, Rounds until: these compare with a control, and none is given."
+    assert said in shown.notes and not any(" with ." in one for one in shown.notes)
+    assert shown.to_frame().loc["fedavg", "Hurt, %"].isna().all()
+    for given, line in (
+        ({"metrics": "hurt"}, r"expected a list, \['hurt'\]"),
+        ({"metrics": ["until_mb"], "until": 0}, "until=0: expected a share above 0"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            done.table(**given)
+    with pytest.raises(ValueError, match="the study has none; omit it"):
+        done.plot(setting="alpha 1")
 
 
 def test_its_report(done, tmp_path):
@@ -463,6 +481,16 @@ def test_marks_follow_the_test():
     }
     _, other = table._values(how, entries, values, "a")
     assert other.p < 0.05 and other.mean > base[0].mean() and not other.mark
+
+
+def test_a_goal_that_some_seeds_missed_is_not_bold():
+    """A mean over the seeds that reached it says nothing about the others."""
+    part = {"mean": 10.0, "std": 0.0, "per_seed": [10.0], "seeds": [1], "of_seeds": 2}
+    entries = {"a": {"mean": 20.0, "std": 0.0, "per_seed": [20.0] * 2}, "b": part}
+    run = record.Record(None, {}, [], {}, {"metrics": {}})
+    how = derived.metric("until_rounds", [run])
+    found = table._values(how, entries, {}, "")
+    assert [one.is_best for one in found] == [True, False]
 
 
 def test_settings_are_not_taken_for_one_another():

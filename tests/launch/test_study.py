@@ -187,6 +187,7 @@ def test_a_failed_cell_is_a_line(toy, made, monkeypatch, capsys):
         (["toy", "--folder=broken"], "fedavg.4.json is damaged: it is not JSON"),
         (["toy", "--folder=partly"], "fedavg.4.json is damaged: it has no figures"),
         (["toy", "--target=tpu:v9"], "--target"),
+        (["--table=it.json", "--part=few"], "--part=few does not go with --table="),
         (["typo"], "few: FedAvg at 4: --num_clintes is not a flag"),
     ],
 )
