@@ -76,12 +76,16 @@ def validate(values: Any) -> None:
     Raises ValueError in one line with the flag, the value and the allowed values.
     """
     for field in dataclasses.fields(values):
-        value = getattr(values, field.name)
-        expected = "" if value is None else _expected(value, _PLAIN | field.metadata)
-        if expected:
-            raise ValueError(f"--{field.name}={value}: expected {expected}")
+        check(field, getattr(values, field.name))
     for line in conflicts(values):
         raise ValueError(line)
+
+
+def check(field: dataclasses.Field, value: Any) -> None:
+    """Refuses (ValueError) a value that the option does not allow by itself."""
+    expected = "" if value is None else _expected(value, _PLAIN | field.metadata)
+    if expected:
+        raise ValueError(f"--{field.name}={value}: expected {expected}")
 
 
 def _expected(value: Any, meta: Mapping[str, Any]) -> str:

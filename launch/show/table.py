@@ -246,7 +246,8 @@ def made(
     seeds = {len(run.clients["seeds"]) for run in known}
     notes = []
     if seeds:
-        notes.append(f"Mean ± standard deviation of {max(seeds)} seeds.")
+        many = f"Mean ± standard deviation of {max(seeds)} seeds."
+        notes.append(many if max(seeds) > 1 else "One seed.")
     if test != "none":
         name = looks.title(control)
         beside = f"; † better and ‡ worse than {name}" if control else ""
@@ -297,6 +298,8 @@ def _usual(runs: Sequence[Record], control: str) -> list[str]:
         return ["client_accuracy"]
     main = derived.main_metric(runs[0])
     names = [main, main.replace("client_", "unseen_")]
+    if main not in runs[0].summary["metrics"]:  # --eval_moments=after
+        names.insert(0, main.replace("client_", "trained_"))
     found = [n for n in names if any(n in run.summary["metrics"] for run in runs)]
     return [*found, "bottom_decile", *["hurt"] * bool(control)]
 

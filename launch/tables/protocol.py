@@ -113,6 +113,7 @@ class Study:
                 raise ValueError(
                     f"study: {odd[0]} and {other} are one name of a folder; change one"
                 )
+        tuning.check(self.tune)
         for name, values in self.tune.items():
             if not values or len(set(map(str, values))) < len(values):
                 raise ValueError(f"study: tune: {name}: expected different values")

@@ -4,11 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fedjax_pfl import metric_kinds
-from launch.config import registry, schema, sweep
+from fedjax_pfl import options as option_lib
+from launch.config import limits, registry, schema, sweep
 from launch.experiment import Experiment
 from launch.run import summaries
 
 Values = Mapping[str, Sequence[Any]]  # of each tuned option
+
+
+# Sections of options that say what is measured, with those of a method among them
+_MEASURED = {
+    "run": ("rounds",),
+    "data": ("augment", "normalization"),
+    "evaluation": ("fine_tune_epochs",),
+}
 
 
 class Choice(NamedTuple):
@@ -31,13 +40,20 @@ class Choice(NamedTuple):
 
 
 def ways(tune: Values, made: Experiment, algo: Any) -> dict[str, list[str]]:
-    """The options of `tune` that an algorithm has: `sweep`, and `runs` of their own."""
+    """The options of `tune` that an algorithm has: `sweep`, and `runs` of their own.
+
+    Raises a ValueError if an option does not allow a value.
+    """
     known = registry.fields_of(algo)
     common = schema.names(schema.IDENTITY) | schema.names(schema.EXECUTION)
     out: dict[str, list[str]] = {"sweep": [], "runs": []}
     for name, values in tune.items():
         if name not in known:
             continue
+        for value in values:
+            if isinstance(value, (str, int, float)):
+                limits.checked(name, value, registry.option_types(algo)[name])
+                option_lib.check(known[name], value)
         kind = "sweep"
         try:
             sweep.of(sweep.text({name: values}), made.hparams, common)
@@ -45,6 +61,17 @@ def ways(tune: Values, made: Experiment, algo: Any) -> dict[str, list[str]]:
             kind = "runs"
         out[kind].append(name)
     return out
+
+
+def check(tune: Values) -> None:
+    """Refuses (ValueError) options that would choose among data, seeds or measures."""
+    for section, free in _MEASURED.items():
+        odd = set(schema.groups()[section]).difference(free) & tune.keys()
+        if odd:
+            raise ValueError(
+                f"study: tune: {min(odd)} decides what is measured, and its best value "
+                "would be no property of a method; give it to all of them, or settings"
+            )
 
 
 def best(

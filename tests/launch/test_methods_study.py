@@ -230,6 +230,10 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"num_seeds": 2}, "is decided by the study"),
         ({"seeds": 0}, "expected 1 or more"),
         ({"seeds": "2"}, "its seeds is a text, an integer is expected"),
+        ({"tune": {"client_lr": [-1, 0.1]}}, "--client_lr=-1: expected at least 0"),
+        ({"tune": {"client_lr": ["a", 0.1]}}, "--client_lr='a': expected float"),
+        ({"tune": {"seed": [1, 2]}}, "seed decides what is measured"),
+        ({"tune": {"val_split": [0.1, 0.2]}}, "val_split decides what is measured"),
         ({"tune": {"client_lr": 0.1}}, "its tune.client_lr is a number, a list"),
         ({"metrics": "hurt"}, "its metrics is a text, a list is expected"),
         ({"settings": ["a"]}, "settings=['a']: expected an object by names"),
@@ -298,6 +302,8 @@ def test_what_a_table_cannot_say(done):
     ):
         with pytest.raises(ValueError, match=line):
             done.table(**given)
+    after = record.Record(None, {}, [], {}, {"metrics": {"trained_accuracy": {}}})
+    assert table._usual([after], "") == ["trained_accuracy", "bottom_decile"]
     with pytest.raises(ValueError, match="the study has none; omit it"):
         done.plot(setting="alpha 1")
 
