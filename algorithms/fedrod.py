@@ -20,7 +20,8 @@ heads).
 |---|---|
 | theta, psi | `state.server`: all stages but the last, and the last |
 | phi_m | rows of `state.clients`, of the last stage's shapes |
-| c_m | a client's examples by class |
+| z, c_m | the input of the last stage, a client's examples by class |
+| eta, n_m / n | `--client_lr`, `--aggregation=examples` |
 | L^BSM, gamma = 1 | `losses.cross_entropy(logits + log_counts, ...)` |
 | h^G(z) + h^P(z) | the last stage's parameters, added: it is one affine layer |
 
