@@ -11,7 +11,7 @@ heads).
 * Extractor and generic head are sent back, and the server takes their weighted mean.
 * Both heads together serve the client: their logits are added.
 
-    L_m^BSM = CE(h^G(z) + log c_m, y),  z = f(x; theta)
+    L_m^BSM = CE(h^G(z) + log(c_m), y),  z = f(x; theta)
     theta_m, psi_m <- (theta_m, psi_m) - eta grad L_m^BSM
     phi_m <- phi_m - eta grad CE(h^G(z) + h^P(z), y)
     theta, psi <- sum_(m in S_t) n_m / n (theta_m, psi_m)
