@@ -49,9 +49,9 @@ TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
 EQUATIONS = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 SIGNS = dict(
     zip(
-        "sum in <- != || - * grad alpha beta gamma delta eta lambda mu phi psi rho tau "
+        "sum in <- != || - * < > grad alpha beta gamma delta eta lambda mu phi psi rho tau "
         "theta Theta".split(),
-        "∑∈←≠‖−⊙∇αβγδηλμφψρτθΘ",
+        "∑∈←≠‖−⊙⟨⟩∇αβγδηλμφψρτθΘ",
         strict=True,
     )
 )
@@ -172,8 +172,8 @@ def traffic(name: str) -> str:
             "## What travels, and what stays",
             "",
             f"With `--model={model}` of {size:,} bytes, 4 classes and 40 proxy images",
-            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. With",
-            "`--optimizer_state=persist` its optimizer's state comes to them.",
+            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. Where a",
+            "method takes `--optimizer_state=persist`, its optimizer's state comes to them.",
         ]
         if not algorithm.messages:
             return "\n".join([*lines, "Nothing travels."])
@@ -306,8 +306,8 @@ def method_page(name: str) -> str:
         has_equations = EQUATIONS.search(algorithms.ALGORITHMS[origin].about)
         parts += [
             f"It is [{parent}]({origin}.md) with other defaults. "
-            f"{'The equations, the' if has_equations else 'The'} "
-            "citation and what differs from the paper are there.",
+            f"{'The equations and what' if has_equations else 'What'} differs from the "
+            "paper are there.",
             option_table(name, differing(name)),
         ]
     parts += [
