@@ -49,8 +49,8 @@ TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
 EQUATIONS = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 SIGNS = dict(
     zip(
-        "sum in <- != || - * < > grad alpha beta gamma delta eta lambda mu phi psi rho tau "
-        "theta Theta".split(),
+        "sum in <- != || - * < > grad alpha beta gamma delta eta lambda mu phi psi rho "
+        "tau theta Theta".split(),
         "∑∈←≠‖−⊙⟨⟩∇αβγδηλμφψρτθΘ",
         strict=True,
     )
@@ -172,8 +172,8 @@ def traffic(name: str) -> str:
             "## What travels, and what stays",
             "",
             f"With `--model={model}` of {size:,} bytes, 4 classes and 40 proxy images",
-            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. Where a",
-            "method takes `--optimizer_state=persist`, its optimizer's state comes to them.",
+            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. A",
+            "state of its optimizer (`--optimizer_state=persist`) comes to them.",
         ]
         if not algorithm.messages:
             return "\n".join([*lines, "Nothing travels."])
