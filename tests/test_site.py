@@ -149,6 +149,14 @@ def test_equations_are_mathml(hooks, made):
         assert lines or name != hooks.base(name)
 
 
+def test_options_of_every_command_are_there(made):
+    """Of a run by their sections, and of what comes before and after one."""
+    page = made["reference/options.md"]
+    for part in ("## training", "`--client_lr`", "## launch.study", "`--cell_timeout`"):
+        assert part in page
+    assert "| `--dry_run` | false |" in page
+
+
 def test_every_method_is_cited(hooks, made):
     """By papers that its docstring names, and this project; `majority` has none."""
     text = hooks.PAPERS.read_text()
