@@ -20,6 +20,7 @@ https://arxiv.org/abs/2003.13461 (Algorithm 1).
 | v_i, vbar_i | the rows `own` of `state.clients`, `mixed` |
 | alpha_i | `own_weight`; in round 0 `--own_weight`, 0..1 |
 | eta_t | `--client_lr`, `--client_lr_decay` |
+| f_i, S_t | the loss on a client's examples, the clients of the round |
 
 Differs from the paper: the mean is weighted by examples by default. Momentum, weight
 decay and clipping, if any, also act on alpha_i. We chose that alpha_i takes one

@@ -23,6 +23,7 @@ https://arxiv.org/abs/2412.11674, in rounds without a server.
 |---|---|
 | Q_i | the first k_i of the peers that are drawn for a client |
 | w_i^s, n_i | the model in local step s of E epochs, `norm` |
+| F_i, eta, K | the loss on a step's batch, `--client_lr`, `--num_clients` |
 | federated gradient norm | mean `norm` of client and peers; `Period.history` |
 | the threshold | `--critical_threshold` |
 | clients of a round | `Period.num_peers` [k_i]; N_com is `--num_peers` |

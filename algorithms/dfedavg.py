@@ -16,6 +16,7 @@ server.
 | w_i | rows of `state.clients["own"]` |
 | Q_i, N_com of them | peers (`--num_peers`, `--topology`, `--fixed_graph`) |
 | mean_j | weighted by abs(D_j) (`--aggregation=examples`) |
+| F_i, eta | the loss on a client's examples, `--client_lr` |
 | g, h: extractor and classifier | stages before and from `--personal_from` on |
 
 `dfedper` keeps the last layer private (`--personal_from=last`). `dfedavgm` is DFedAvgM

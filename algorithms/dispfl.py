@@ -19,6 +19,7 @@ https://arxiv.org/abs/2412.11674.
 | paper | here |
 |---|---|
 | w_k, m_k | `state.clients["own"]`; `["private"]`: `packed`, trained with and next |
+| F_k, eta | the loss on a client's examples, `--client_lr` |
 | sparsity, ERK | 1 - `--density`, `allotted` |
 | pruning rate, annealed by a cosine | `rate`: `--prune_rate`, `--prune_rounds` |
 | neighbours Q_k | `--num_peers`, `--topology` |

@@ -19,6 +19,7 @@ https://arxiv.org/abs/2002.03532.
 | paper | here, `--distill_target` |
 |---|---|
 | z, q | logits of the model in training, their softmax |
+| [c = y], Y | 1 for the label's class and 0 for others; the number of classes |
 | KD | `kd`: t is the teacher's distribution p |
 | LS | `ls`: e = `--smoothing`; no teacher |
 | KD-pt | `pt`: p_y on the label, the rest spread evenly |
@@ -26,7 +27,8 @@ https://arxiv.org/abs/2002.03532.
 | KD-pt+sim | `pt_sim`: the mean of the last two |
 | PKD, LKD | `kd` with a teacher of less data, or of the first level |
 
-W has the columns of the kernel of the teacher's last layer, each divided by its norm.
+The rows of W are the columns of the kernel of the teacher's last layer, each divided by
+its norm, and w_y is that of the label.
 
 Differs from the paper: it gives no weights of the two terms. Here both have the weight
 1, so their sum doubles the step of the cross-entropy alone (the paper's Base) at the

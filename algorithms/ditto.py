@@ -13,7 +13,9 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 | paper | here |
 |---|---|
 | w^t, w_k, v_k | `state.server`, from it trained on F_k, rows of `state.clients` |
-| lambda | `--proximal_weight` |
+| lambda, eta | `--proximal_weight`, `--client_lr` |
+| F_k, S_t | the loss on a client's examples, the clients of the round |
+| n_k / n | `--aggregation=examples` |
 | s | the steps of `--local_epochs`, for both models |
 
 Differs from the paper: the mean is weighted by examples by default. Both models see the

@@ -23,6 +23,7 @@ Personalized Federated Learning", AAAI 2023, https://arxiv.org/abs/2212.01197
 | p | stages from `--adaptive_from` on |
 | s % | `--adaptive_share` |
 | eta | `--adaptive_lr` |
+| F_i, n_i / n | the loss on a client's examples, `--aggregation=examples` |
 
 Differs from the paper: the share of the examples are the first batches of the client's
 first epoch in this round, rounded up to whole batches. The first time, the weights are

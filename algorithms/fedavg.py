@@ -10,13 +10,27 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 
     w_(t+1) = sum_(k in S_t) n_k / n w_k
 
+`fedavgm`, `fedadam`, `fedyogi` and `fedadagrad` have a `--server_optimizer`. Their
+server takes a step along the mean change d instead (Hsu et al.,
+https://arxiv.org/abs/1909.06335; Reddi et al., https://arxiv.org/abs/2003.00295,
+Algorithm 2):
+
+    d = sum_(k in S_t) n_k / n (w_k - w_t)
+    v <- beta v + d,  w_(t+1) = w_t + eta_s v  (sgd)
+    m <- beta m + (1 - beta) d,  w_(t+1) = w_t + eta_s m / (sqrt(v) + tau)  (the others)
+    v <- v + d^2  (adagrad)
+    v <- beta_2 v + (1 - beta_2) d^2  (adam)
+    v <- v - (1 - beta_2) d^2 sign(v - d^2)  (yogi)
+
 | paper | here |
 |---|---|
-| w_t | `state.server` (`["model"]` with `--eval_model=stale`) |
+| w_t | `state.server` (`["model"]` with `--eval_model=stale` or a server optimizer) |
 | w_k, S_t | `trained`, from w_t; the clients of the round |
 | C * K | `--clients_per_round` |
 | E, B, eta | `--local_epochs`, `--batch_size`, `--client_lr` |
 | n_k / n | `aggregate.cohort_weights("examples", ...)` |
+| eta_s, beta (beta_1 of Reddi et al.) | `--server_lr`, `--server_momentum` |
+| m, v; beta_2, tau | 0 and tau^2 (sgd: 0) at first, v moves before w; .99, .001 |
 
 Differs from the paper: the mean is over the clients of the round (n is their examples),
 as in every released implementation. `--eval_model=stale` serves each client the model

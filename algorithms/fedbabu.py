@@ -18,6 +18,7 @@ Classification", ICLR 2022, https://arxiv.org/abs/2106.06042 (Algorithm 1).
 | theta_ext, theta_cls | stages before and from `--personal_from` on |
 | tau, eta | `--local_epochs`, `--client_lr` |
 | n_k / n | `--aggregation=examples` |
+| F_k, S_t | the loss on a client's examples, the clients of the round |
 
 Differs from the paper: a client is served the server's model as it is, with the first
 head, and its fine-tuned model is a measurement beside it. Fine-tuning trains body and

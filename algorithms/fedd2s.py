@@ -12,6 +12,7 @@ Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 * The client trains: a distillation step on layers 1..l through the server's head, then
   a supervised one on all layers.
 
+    l_n = max(l_last, l_first - floor((Z - 1) / Z0))  (Eq. 6)
     p = theta^g_(+l)(H_l)
     J_C2S = KL(p || phi^n_(+1)(H_1)),  Q_C2S = CE(phi^n_(+1)(H_1), y)  (Eqs. 9, 10)
     theta^g <- sum_(n in S) phi^n / abs(S)  (Eq. 11)
@@ -22,6 +23,7 @@ Federated Knowledge Distillation", https://arxiv.org/abs/2402.10846 (Alg. 1).
 |---|---|
 | theta^n, theta^g, phi^n | `state.clients["own"]`, `state.server`, its copies |
 | l_n, Z, Z0 | the boundary of `kept`, `participations`, `--drop_every` |
+| l_first, l_last | `--first_layer`, `--min_layer`; the paper omits the floor |
 | H_1, H_l | outputs of the stages below a boundary, never stored |
 | theta_(+l) | the layers after l |
 | p, t | tables of logits, aligned by sample; fixed, as is the head in J_S2C |

@@ -22,6 +22,7 @@ code wuzhiyuan2000/FedICT.
 | FPKD: d^n / T_p | `client_weight`, `--prior_temperature` |
 | LKA, by similarity: cos(d^g, d^n) | `server_weight` |
 | q, p | softmax at T of the teacher and of the student (in CE at 1) |
+| v | a weight for each class, or one for all |
 | loss_n, loss_s | the client's, the server's; mean_b is over a batch |
 
 The client's D(d^n / T_p) is least where p is proportional to d^n q: the teacher's

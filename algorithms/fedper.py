@@ -10,11 +10,17 @@ Layers", https://arxiv.org/abs/1912.00818 (Algorithms 1 and 2).
     W_B^j, W_P^j <- (W_B^j, W_P^j) - eta grad F_j(W_B^j, W_P^j)
     W_B <- sum_(j in S) gamma_j W_B^j
 
+FedRep takes these steps in the place of the first line:
+
+    W_P^j <- W_P^j - eta grad_P F_j(W_B^j, W_P^j)  (the first tau epochs)
+    W_B^j <- W_B^j - eta grad_B F_j(W_B^j, W_P^j)  (the others)
+
 | paper | here |
 |---|---|
 | W_B | the server's stages, up to the boundary |
 | W_P^j | stages of `state.clients`, from `--personal_from` on |
-| gamma_j | `--aggregation=examples` |
+| gamma_j, tau | `--aggregation=examples`, `--head_epochs` |
+| F_j, eta | the loss on a client's examples, `--client_lr` |
 
 `fedrep` is FedRep (Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared
 Representations for Personalized Federated Learning", ICML 2021,

@@ -13,7 +13,7 @@ released code yuetan031/FedProto.
   is nearest in L2 to an example's representation.
 
     L_i = CE(w_i; x, y) + lambda L_R  (Eq. 7)
-    L_R = mean_(x,y) ||f(phi_i; x) - C^y||^2 / d
+    L_R = mean_(x,y) 1 / d ||f(phi_i; x) - C^y||^2
     C_i^j = mean_(x in D_i, y = j) f(phi_i; x)  (Eq. 3)
     C^j = mean_(i in N_j) C_i^j  (Eq. 6)
 

@@ -12,6 +12,8 @@ Networks", MLSys 2020, https://arxiv.org/abs/1812.06127 (Algorithm 2).
 |---|---|
 | w^t, w_k | `state.server`, from it trained on h_k |
 | mu | `--proximal_weight` |
+| F_k, S_t | the loss on a client's examples, the clients of the round |
+| n_k / n | `--aggregation=examples` |
 
 Differs from the paper: a few epochs stand for the gamma-inexact solution, clients are
 drawn uniformly, and by default the mean is weighted by examples.

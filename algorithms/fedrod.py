@@ -11,7 +11,7 @@ heads).
 * Extractor and generic head are sent back, and the server takes their weighted mean.
 * Both heads together serve the client: their logits are added.
 
-    L_m^BSM = CE(h^G(z) + log c_m, y),  z = f(x; theta)
+    L_m^BSM = CE(h^G(z) + log(c_m), y),  z = f(x; theta)
     theta_m, psi_m <- (theta_m, psi_m) - eta grad L_m^BSM
     phi_m <- phi_m - eta grad CE(h^G(z) + h^P(z), y)
     theta, psi <- sum_(m in S_t) n_m / n (theta_m, psi_m)
@@ -20,7 +20,8 @@ heads).
 |---|---|
 | theta, psi | `state.server`: all stages but the last, and the last |
 | phi_m | rows of `state.clients`, of the last stage's shapes |
-| c_m | a client's examples by class |
+| z, c_m | the input of the last stage, a client's examples by class |
+| eta, n_m / n | `--client_lr`, `--aggregation=examples` |
 | L^BSM, gamma = 1 | `losses.cross_entropy(logits + log_counts, ...)` |
 | h^G(z) + h^P(z) | the last stage's parameters, added: it is one affine layer |
 

@@ -13,11 +13,13 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 * SHeteroFL: a client trains every smaller width too, each on the same batch.
 
     w_k <- w_k - eta grad CE(f(x; w_k), y),  w_k = W_g[1..r_k]
+    w_k <- w_k - eta sum_(r in 1..r_k) grad CE(f(x; w_k[1..r]), y)  (SHeteroFL)
     W_g[e] <- mean_(k in S_e) w_k[e]
 
 | paper | here |
 |---|---|
 | w_k, r_k | the slice of a client, its width |
+| f, eta | the model of a width, `--client_lr` |
 | W_g[e], S_e | an entry, the clients that hold it |
 | r: width | `cohort.level` of as many levels as `--level_mix` has parts |
 | W_g: global model | `state.server`, of width `--max_level` |

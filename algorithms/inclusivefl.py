@@ -21,8 +21,9 @@ https://openreview.net/forum?id=pf8RIZTMU58).
 | M_i: model of type i | the first i stages, `cohort.level` |
 | its classifier | the exit of stage i |
 | d, z_d | a client's level, logits of its deepest exit |
+| w_i, w_(i,k) | stage i of the server's model, and of a client's after its training |
 | S_i | the clients that hold stage i |
-| beta, m_(d+1) | `--momentum_distill_weight`, the next level's movement |
+| beta, m_(d+1) | `--momentum_distill_weight`, the next level's movement, exits apart |
 
 Differs from the paper: stages are shared by all levels, also where one is a client's
 last (there it is the level's own), as in DepthFL's code. Its default for the exits is

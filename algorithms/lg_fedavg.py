@@ -16,6 +16,7 @@ https://arxiv.org/abs/2001.01523 (Algorithm 1).
 | l_m, theta_m^l | a client's own stages, before `--shared_from` |
 | g, theta^g | the server's stages, from `--shared_from` on |
 | N_m / N | `--aggregation=examples` |
+| F_m, eta | the loss on a client's examples, `--client_lr` |
 
 Differs from the paper: there is no auxiliary or adversarial loss on the representation.
 All start from one initialisation, where the released code starts from a model that

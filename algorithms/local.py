@@ -13,7 +13,7 @@
 |---|---|
 | w_n, F_n | rows of `state.clients`, the loss on the client's examples |
 | w_s | `state.server`, only with a proxy set |
-| K, R | `--local_epochs`, `--server_epochs` |
+| eta, K, R | `--client_lr`, `--local_epochs`, `--server_epochs` |
 
 Differs from the paper: it does not describe this row's server, which here is trained on
 the proxy set, as in the released code.

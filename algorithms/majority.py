@@ -7,7 +7,7 @@ all train rows. D_(n,c) are a client's train rows of class c.
 
     answer_n = argmax_c abs(D_(n,c))
 
-Differs from the paper: there is none.
+Differs from the paper: no paper has it as a method.
 """
 
 import dataclasses

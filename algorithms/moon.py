@@ -11,7 +11,7 @@ https://arxiv.org/abs/2103.16257 (Algorithm 1).
 
     L = CE(w; x, y) + mu l_con  (Eq. 4)
     l_con = -log(near / (near + far))  (Eq. 3)
-    near = e^(sim(z, z_glob) / tau),  far = e^(sim(z, z_prev) / tau)
+    near = exp(sim(z, z_glob) / tau),  far = exp(sim(z, z_prev) / tau)
 
 | paper | here |
 |---|---|

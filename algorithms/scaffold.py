@@ -19,6 +19,7 @@ Averaging for Federated Learning", ICML 2020, https://arxiv.org/abs/1910.06378
 |---|---|
 | x, c | `state.server["model"]`, `state.server["control"]` |
 | c_i | rows of `state.clients` |
+| f_i, y_i | the loss on a client's examples, its model in training |
 | K, eta_l, eta_g | a client's steps, `--client_lr` with its decay, `--server_lr` |
 | abs(S) / N | clients of the round over those that may be drawn |
 

@@ -19,6 +19,7 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 |---|---|
 | base networks w_b | `state.server`, leaves [N, ...], N = `--num_bases` |
 | S_b, f_n | the clients that train base b; the model of budget n |
+| f, eta | the logits of a base, `--client_lr` |
 | budget of a client | `cohort.level` (`--levels`, `--level_mix`) |
 | r: width of a base | N^-1/2, so that N bases have the whole model's weights |
 

@@ -20,9 +20,14 @@ import jax
 import numpy as np
 
 import algorithms
+from fedjax_pfl import options as options_lib
 from fedjax_pfl import shapes
-from launch import build
+from launch import build, export, plot, report
+from launch import list as listing
+from launch.bench import forms, torch_loop
 from launch.config import registry
+from launch.study import __main__ as study
+from launch.tables import here
 
 ROOT = pathlib.Path(__file__).parent.parent
 OUTSIDE = (
@@ -42,6 +47,16 @@ AUTHORS = (  # what docs/adding.md names
     "fedjax_pfl.stacked.repeat",
     "fedjax_pfl.rng.stream",
 )
+COMMANDS = {
+    "launch.list": listing.Asked,
+    "launch.reproduce": here.Options,
+    "launch.study": study.Options,
+    "launch.plot": plot.Options,
+    "launch.report": report.Options,
+    "launch.export": export.Options,
+    "launch.bench.forms": forms.Options,
+    "launch.bench.torch_loop": torch_loop.Options,
+}
 MODELS = ("mlp", "depth_convnet")  # the second for exits and batch norms
 METHODS = ROOT / "docs/algorithms.md"
 PAPERS = ROOT / "docs/papers.bib"
@@ -49,9 +64,9 @@ TABLE = re.compile(r"^\| algorithm \|.*\n(?:\|.*\n)*", re.MULTILINE)
 EQUATIONS = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
 SIGNS = dict(
     zip(
-        "sum in <- != || - * grad alpha beta gamma delta eta lambda mu phi psi rho tau "
-        "theta Theta".split(),
-        "∑∈←≠‖−⊙∇αβγδηλμφψρτθΘ",
+        "sum in <- != || - * < > grad alpha beta gamma delta eta lambda mu phi psi rho "
+        "tau theta Theta".split(),
+        "∑∈←≠‖−⊙⟨⟩∇αβγδηλμφψρτθΘ",
         strict=True,
     )
 )
@@ -120,12 +135,16 @@ def results(title: str) -> Iterator[str]:
 
 
 def option_table(algo: str, names: Iterable[str]) -> str:
-    """A Markdown table of options, as `--help` describes them."""
+    """A Markdown table of a run's options, as `--help` describes them."""
     fields = registry.fields_of(algo)
+    return _table((fields[name], registry.default_text(algo, name)) for name in names)
+
+
+def _table(options: Iterable[tuple[dataclasses.Field, str]]) -> str:
+    """A Markdown table of options with their defaults."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
-    for name in names:
-        meta = fields[name].metadata
-        default = registry.default_text(algo, name)
+    for field, default in options:
+        name, meta = field.name, field.metadata
         choices = ", ".join(meta.get("choices", ()))
         about = meta["help"] + (f" ({choices})" if choices else "")
         cells = (f"`--{name}`", html.escape(default), html.escape(about))
@@ -172,8 +191,8 @@ def traffic(name: str) -> str:
             "## What travels, and what stays",
             "",
             f"With `--model={model}` of {size:,} bytes, 4 classes and 40 proxy images",
-            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. With",
-            "`--optimizer_state=persist` its optimizer's state comes to them.",
+            f"a client keeps {kept // task.num_rows:,} bytes between its rounds. A",
+            "state of its optimizer (`--optimizer_state=persist`) comes to them.",
         ]
         if not algorithm.messages:
             return "\n".join([*lines, "Nothing travels."])
@@ -306,8 +325,8 @@ def method_page(name: str) -> str:
         has_equations = EQUATIONS.search(algorithms.ALGORITHMS[origin].about)
         parts += [
             f"It is [{parent}]({origin}.md) with other defaults. "
-            f"{'The equations, the' if has_equations else 'The'} "
-            "citation and what differs from the paper are there.",
+            f"{'The equations and what' if has_equations else 'What'} differs from the "
+            "paper are there.",
             option_table(name, differing(name)),
         ]
     parts += [
@@ -340,10 +359,14 @@ def options_page() -> str:
         "# Options",
         "These are the options of FedAvg as `--help` prints them, with the defaults of "
         "its preset. Options of one method are on the page of the "
-        "[method](../algorithms.md).",
+        "[method](../algorithms.md). Other commands are behind them.",
     ]
     for group, names in groups.items():
         parts += [f"## {group}", option_table("fedavg", names)]
+    for command, kind in COMMANDS.items():
+        fields = dataclasses.fields(kind)
+        defaults = (options_lib.text(field.default) for field in fields)
+        parts += [f"## {command}", _table(zip(fields, defaults, strict=True))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,8 +1,13 @@
 """README and the pages in docs/: their links, and the names that they list."""
 
 import ast
+import contextlib
+import functools
+import importlib
+import io
 import pathlib
 import re
+import shlex
 import types
 
 import pytest
@@ -11,7 +16,7 @@ import algorithms
 import fedjax_pfl
 from data import loaders, partitions, texts
 from launch import build
-from launch.config import presets
+from launch.config import flags, presets, registry
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -42,6 +47,48 @@ def test_every_page_is_linked_from_readme_or_the_start():
     text = (ROOT / "README.md").read_text() + (DOCS / "index.md").read_text()
     pages = [page.name for page in DOCS.glob("*.md")]
     assert not [name for name in pages if f"{name})" not in text]
+
+
+def commands(page):
+    """A page's commands of `launch`, in blocks and in lines, each a list of words."""
+    parts = page.read_text().split("```")
+    found = [
+        words
+        for block in parts[1::2]
+        for words in re.findall(
+            r'python -m launch\.([^"\n]*)', block.replace("\\\n", " ")
+        )
+    ]
+    found += re.findall(r"`python -m\s+launch\.([^`]*)`", " ".join(parts[::2]))
+    found = [words.replace("=NAME", "=fedavg") for words in found]
+    return [shlex.split(words, comments=True) for words in found]
+
+
+@functools.cache
+def helped(module):
+    """The options that a command's `--help` prints."""
+    name = {"bench": "bench.__main__", "study": "study.__main__"}.get(module, module)
+    command, out = importlib.import_module(f"launch.{name}"), io.StringIO()
+    command = command.main if module == "main" else command.command
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit):
+        command([module, "--help"])
+    return set(re.findall(r"--(?:\[no\])?(\w+)", out.getvalue()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_their_options(page, monkeypatch):
+    """A run's are parsed as they stand; cells of tables take those of any method."""
+    monkeypatch.chdir(ROOT)  # where flagfiles are
+    every = set().union(*map(registry.fields_of, algorithms.ALGORITHMS))
+    for module, *words in commands(page):
+        options = [word for word in words if word[:2] == "--" and word != "--help"]
+        if module == "main":
+            flags.parse([module, *options])
+            continue
+        takes_those = ("bench", "bench.torch_loop", "bench.torch_check", "reproduce")
+        known = helped(module) | (every if module in takes_those else set())
+        names = {word[2:].partition("=")[0] for word in options}
+        assert names <= known, (module, words)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import types
 
+import jax
+import numpy as np
+import pandas
 import pytest
 
 import algorithms
+from launch import build
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -145,6 +149,14 @@ def test_equations_are_mathml(hooks, made):
         assert lines or name != hooks.base(name)
 
 
+def test_options_of_every_command_are_there(made):
+    """Of a run by their sections, and of what comes before and after one."""
+    page = made["reference/options.md"]
+    for part in ("## training", "`--client_lr`", "## launch.study", "`--cell_timeout`"):
+        assert part in page
+    assert "| `--dry_run` | false |" in page
+
+
 def test_every_method_is_cited(hooks, made):
     """By papers that its docstring names, and this project; `majority` has none."""
     text = hooks.PAPERS.read_text()
@@ -197,6 +209,64 @@ def test_blocks_run(page, tmp_path, monkeypatch):
             subprocess.run([sys.executable, *words[1:]], check=True)
     left = {"howto.md": "report.html", "first_table.md": "curves.pdf"}
     assert (tmp_path / left[page]).exists()
+
+
+# What the blocks of a page have beside them, and what makes them small
+ROWS = np.random.default_rng(0).normal(size=(120, 64)).astype(np.float32)
+ANSWERS, OWNERS = np.arange(120) % 10, np.arange(120) // 20
+GIVEN = {
+    "README.md": {},
+    "docs/python.md": {
+        "images": np.zeros((2, 28, 28), np.uint8),
+        "x": np.zeros((20, 28, 28), np.uint8),
+        "y": ANSWERS[:20],
+        "data": {"dataset": (ROWS, ANSWERS), "preset": "none"},
+    },
+    "docs/metrics.md": {"jax": jax, "jnp": jax.numpy},
+    "docs/data.md": {
+        **{"x": ROWS, "y": ANSWERS, "site": OWNERS, "np": np},
+        **{"x_test": ROWS, "y_test": ANSWERS, "site_test": OWNERS},
+        **{"x_val": ROWS, "y_val": ANSWERS, "site_val": OWNERS},
+        "frame": pandas.DataFrame(
+            {"a": ROWS[:, 0], "species": ANSWERS, "site": OWNERS}
+        ),
+    },
+    "docs/studies.md": {},
+}
+
+
+def smaller(make):
+    """A function of `build` with fewer methods, clients, rows, rounds and rates."""
+
+    few = {"rounds": 2, "seeds": 2, "unseen_clients": 2, "tune": {"client_lr": [0.03]}}
+    data = {"dataset": "mnist_5k", "num_clients": 6}
+
+    def made(*methods, **given):
+        given |= {name: few[name] for name in given.keys() & few.keys()}
+        if isinstance(given.get("dataset", ""), str):
+            given = {"model": "mlp"} | given | data
+        if methods and len(methods[0]) > 3:
+            methods = (["local", "fedavg+ft", "fedper"],)
+        return make(*methods, **given)
+
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", GIVEN)
+def test_shown_python_runs(page, tmp_path, monkeypatch):
+    """As it stands, on less; what reads a model's file is in test_exports."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("experiment", "compare", "study"):
+        monkeypatch.setattr(build, name, smaller(getattr(build, name)))
+    np.savez("rows.npz", train_row=np.arange(4), train_count=np.array([1, 3]))
+    names, count = {"build": build, **GIVEN[page]}, 0
+    text = (ROOT / page).read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if not re.search(r'saved|"model\.', block):
+            exec(compile(block, page, "exec"), names)
+            count += 1
+    assert count
 
 
 @pytest.mark.slow

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from data import dataset, loaders, participation, plan
-from data.partitions import file
+from data import dataset, participation, plan
 from fedjax_pfl import evaluate, execution, local_training, scores, shapes, types
 from fedjax_pfl import program as program_lib
 from launch.assemble import (
@@ -21,6 +20,7 @@ from launch.assemble import (
     execution_step,
     fit,
     models_step,
+    notes,
     task_step,
 )
 from launch.assemble.given import Settings, sha256
@@ -96,7 +96,7 @@ def assemble(
     normal = dataset.normalization(others, config.normalization)
     found = models_step.made(settings, normal)
     _refuse_large(settings, found.clients, target)
-    data, notes = data_step.made(settings, seeds, normal, found)
+    data, of_data = data_step.made(settings, seeds, normal, found)
     planned = task_step.made(settings, seeds, found, data, level_of)
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
     fit.check_points(config.sweep, settings.entry, hparams, points, planned.task)
@@ -107,9 +107,10 @@ def assemble(
     _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
-    notes += _of_plans(made.program.algorithm.plans, planned)
-    notes += _of_nobody(config, made.program.algorithm, data.partition)
-    source = source._replace(notes=(*source.notes, *found.notes, *notes))
+    lines = notes.of_plans(made.program.algorithm.plans, planned.num_rows)
+    lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
+    every = (*source.notes, *found.notes, *of_data, *lines)
+    source = source._replace(notes=every)
     return Parts(
         settings=settings._replace(source=source),
         made=made,
@@ -154,51 +155,6 @@ def _check_choosing(
         "to measure on validation rows without owners; give their owners with "
         "--partition=natural, or --val_split=0.2 in their place"
     )
-
-
-def _of_plans(
-    specs: Sequence[types.PlanSpec], planned: task_step.Planned
-) -> tuple[str, ...]:
-    """A line about clients whose rows fill no batch of a plan, if there are any."""
-    rows, found = planned.num_rows, {}
-    for spec in specs:
-        found[spec.batch_size] = ((rows > 0) & (spec.steps(rows) == 0)).sum(1).max()
-    size = max(found, key=found.get, default=0)
-    if not found.get(size):
-        return ()
-    return (
-        f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than the "
-        f"{size} train rows of a step and take none",
-    )
-
-
-def _of_nobody(
-    config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
-) -> tuple[str, ...]:
-    """Lines about rows without owners that a method without a server cannot measure."""
-    if algorithm.server is not None or config.c_gen:
-        return ()
-    cures = {
-        "test": "take --test_split=client_share",
-        "validation": "give --val_split=0.2 in their place",
-    }
-    if config.partition.startswith(file.PREFIX):
-        cures["test"] = "name test rows of clients in the file"
-    elif loaders.is_own(config.dataset):
-        owners = "give their owners with --partition=natural, or "
-        cures = {kind: owners + cure for kind, cure in cures.items()}
-    out = []
-    for (kind, cure), one in zip(
-        cures.items(), partition.measured().values(), strict=False
-    ):
-        total, owned = int((one.test.row[0] >= 0).sum()), int(one.test.count[0].sum())
-        if total > owned:
-            what = f"{total - owned} of {total}" if owned else f"the {total}"
-            out.append(
-                f"{what} {kind} rows belong to no client and are not measured, as "
-                f"--algo={config.algo} measures clients only; {cure}"
-            )
-    return tuple(out)
 
 
 def _refuse_large(

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from data import dataset, partitions
+from data import partitions
 from data.partitions import cdkt
 from fedjax_pfl import levels, options, rng, types
-from launch.assemble import model_files, models_step
+from launch.assemble import model_files, models_step, notes
 from launch.assemble.given import Settings
 from launch.config import resolve, schema
 from launch.machine import processes
@@ -183,30 +183,8 @@ def _notes(
             "constants of its --normalization"
         )
     lines.append(partitions.note(config.partition, settings.identity))
-    lines += _of_owned_rows(config, settings.source)
+    lines += notes.of_owned_rows(config, settings.source)
     for one in known:
         seen = model_files.seen(one, settings.source.image, test_row)
         lines += [*one.notes, seen]
     return tuple(filter(None, lines))
-
-
-def _of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:
-    """Lines about test and validation rows that do not belong to their owners."""
-    begin, end, out = source.num_train, source.num_dealt, []
-    places = {"validation": slice(end, None)}
-    if config.test_split == "official":
-        places = {"test": slice(begin, end), **places}
-    for kind, place in places.items():
-        owner = -np.ones(0) if source.client is None else source.client[place]
-        lost = int((owner >= config.num_clients).sum())
-        if config.partition == "natural" and lost:
-            out.append(
-                f"{lost} of {len(owner)} {kind} rows are not used, as their owners are "
-                f"not among the --num_clients={config.num_clients} clients"
-            )
-        elif config.partition != "natural" and (owner >= 0).any():
-            out.append(
-                f"--partition={config.partition}: the data's own {kind} rows belong to "
-                "no client; natural gives them to their owners"
-            )
-    return out

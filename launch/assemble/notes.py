@@ -2,11 +2,14 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 import algorithms
-from data import labels
+from data import dataset, labels, loaders
+from data.partitions import file
 from fedjax_pfl import levels, local_training, optimizer, options, types
 from launch.config import registry, schema, sweep
 
@@ -141,4 +144,72 @@ def of_owners(
             f"owners are clients 0 to {len(owners) - 1} in this order: "
             f"{labels.listed(owners)}"
         )
+    return out
+
+
+def of_plans(specs: Sequence[types.PlanSpec], rows: np.ndarray) -> list[str]:
+    """A line about clients whose rows fill no batch of a plan, if there are any.
+
+    `rows` int[seeds, K] are the train rows of each client.
+    """
+    found = {}
+    for spec in specs:
+        found[spec.batch_size] = ((rows > 0) & (spec.steps(rows) == 0)).sum(1).max()
+    size = max(found, key=found.get, default=0)
+    if not found.get(size):
+        return []
+    return [
+        f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than the "
+        f"{size} train rows of a step and take none"
+    ]
+
+
+def of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:
+    """Lines about test and validation rows that do not belong to their owners."""
+    begin, end, out = source.num_train, source.num_dealt, []
+    places = {"validation": slice(end, None)}
+    if config.test_split == "official":
+        places = {"test": slice(begin, end), **places}
+    for kind, place in places.items():
+        owner = -np.ones(0) if source.client is None else source.client[place]
+        lost = int((owner >= config.num_clients).sum())
+        if config.partition == "natural" and lost:
+            out.append(
+                f"{lost} of {len(owner)} {kind} rows are not used, as their owners are "
+                f"not among the --num_clients={config.num_clients} clients"
+            )
+        elif config.partition != "natural" and (owner >= 0).any():
+            out.append(
+                f"--partition={config.partition}: the data's own {kind} rows belong to "
+                "no client; natural gives them to their owners"
+            )
+    return out
+
+
+def of_rows_of_nobody(
+    config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
+) -> list[str]:
+    """Lines about rows without owners that a method without a server cannot measure."""
+    if algorithm.server is not None or config.c_gen:
+        return []
+    cures = {
+        "test": "take --test_split=client_share",
+        "validation": "give --val_split=0.2 in their place",
+    }
+    if config.partition.startswith(file.PREFIX):
+        cures["test"] = "name test rows of clients in the file"
+    elif loaders.is_own(config.dataset):
+        owners = "give their owners with --partition=natural, or "
+        cures = {kind: owners + cure for kind, cure in cures.items()}
+    out = []
+    for (kind, cure), one in zip(
+        cures.items(), partition.measured().values(), strict=False
+    ):
+        total, owned = int((one.test.row[0] >= 0).sum()), int(one.test.count[0].sum())
+        if total > owned:
+            what = f"{total - owned} of {total}" if owned else f"the {total}"
+            out.append(
+                f"{what} {kind} rows belong to no client and are not measured, as "
+                f"--algo={config.algo} measures clients only; {cure}"
+            )
     return out

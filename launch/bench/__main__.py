@@ -51,6 +51,11 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         given = flags.parse(argv, extra)
         is_of_host = given.pop("call", False)
+        if is_of_host and "work" in given:
+            raise ValueError(
+                f"--work={given['work']}: --call times nearly empty rounds of its own "
+                "instead of a work; omit one of them"
+            )
         work, only_json = given.pop("work", "w1"), given.pop("json", False)
         options_lib.check_one_of("work", work, works)
         is_compiled = bool(given.get("target"))
