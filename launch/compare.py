@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as html_lib
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from launch.config import limits, presets, registry
 from launch.experiment import Experiment, experiment
 from launch.machine import processes
 from launch.run import loop
+from launch.run.progress import of_several
 from launch.show import frames, words
 
 if TYPE_CHECKING:
@@ -62,15 +64,19 @@ class Comparison(Mapping):
         """
         self._show(self.notes, progress)
         act = None if on_record is None else loop.OnRecord(on_record).act
-        for index, (name, one) in enumerate(self.items()):
-            one.said = self._shown
+        taken: list[float] = []
+        for number, (name, one) in enumerate(self.items(), start=1):
+            one.said, begin, rounds = self._shown, time.perf_counter(), one.round
             if progress:
-                processes.say(f"{name} ({index + 1} of {len(self)}):", flush=True)
+                place = of_several(number, len(self), taken)
+                processes.say(f"{name} ({place}):", flush=True)
 
             def named(record: dict[str, Any], name: str = name) -> None:
                 act({"algo": name, **record})
 
             one.run(progress=progress, on_record=None if act is None else named)
+            if one.round > rounds:
+                taken.append(time.perf_counter() - begin)
         hashes = {name: one.simulation.digest() for name, one in self.items()}
         self._show(words.equal_parameters(hashes), progress)
         return self
@@ -90,14 +96,23 @@ class Comparison(Mapping):
         rows = [{"algo": n, **row} for n, one in self.items() for row in one.metrics]
         return frames.of(rows)
 
-    def summary(self, control: str = "", until: float = 0.95) -> pandas.DataFrame:
+    def summary(
+        self, control: str = "", until: float | None = None
+    ) -> pandas.DataFrame:
         """One line for each algorithm: its metrics by the summary rule.
 
         With a `control`, the name of one of them, also `hurt`, `gain`, `until_rounds`
-        and others, see `derived.of`; `until` is the share of its result.
+        and others, see `derived.of`; `until` is the share of its result, by default
+        0.95. Raises a ValueError for a share without a control.
         """
+        if until is not None and not control:
+            raise ValueError(
+                f"until={until!r} is a share of a control's result; give control=, one "
+                f"of {', '.join(self)}"
+            )
         frame = frames.summaries(self._experiments)
-        return frames.beside(frame, self._experiments, control, until)
+        share = 0.95 if until is None else until
+        return frames.beside(frame, self._experiments, control, share)
 
     def plot(self, kind: str = "curves", metric: str = "", **how: str) -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""

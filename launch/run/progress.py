@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tqdm
@@ -100,7 +100,7 @@ class Progress(Listener):
         if seconds < LONG_SECONDS:
             return
         of_round, of_evaluation = self._costs(run)
-        line = f"about {_duration(seconds)} left: {rounds} rounds of {of_round:.2g} s"
+        line = f"about {duration(seconds)} left: {rounds} rounds of {of_round:.2g} s"
         if of_evaluation:
             line += f" and {evaluations} evaluations of {of_evaluation:.2g} s"
         if run.config.early_stop:
@@ -125,10 +125,10 @@ class Progress(Listener):
         """The estimated time that is left."""
         if run.round <= self._start or run.round >= run.config.rounds:
             return ""
-        return f", {_duration(self._to_come(run)[2])} left"
+        return f", {duration(self._to_come(run)[2])} left"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as people say them."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -141,6 +141,14 @@ def _loss(run: Run) -> dict[str, str]:
     """The loss of the last round."""
     total, count = run.simulation.metrics.get("train_loss", ((0.0,), (0.0,)))
     return {"loss": f"{sum(total) / sum(count):.3f}"} if sum(count) else {}
+
+
+def of_several(number: int, count: int, taken: Sequence[float]) -> str:
+    """Which of several runs begins, and what is left by the seconds of earlier ones."""
+    left = (count - number + 1) * sum(taken) / max(len(taken), 1)
+    if left < LONG_SECONDS:
+        return f"{number} of {count}"
+    return f"{number} of {count}; {duration(left)} left if each takes as long"
 
 
 class Divergence(Listener):

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from launch import experiment as experiment_lib
 from launch.config import flagfile, flags, registry, resolve, schema
 from launch.folder import finished, record
 from launch.machine import processes
+from launch.run import progress
 from launch.show import curves, sheets
 from launch.tables import cells, paper, store
 
@@ -158,7 +160,8 @@ class Table:
         by_place = {cell.place: cell for cell in self.cells}
         teachers = {cell.teacher for cell in self.cells}
         in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
-        for cell in in_turn:
+        taken: list[float] = []
+        for number, cell in enumerate(in_turn, start=1):
             folder, options = self.folder(cell), cell.options | self.seeds
             teacher, taught = by_place.get(cell.teacher), {}
             if teacher is not None:
@@ -171,10 +174,15 @@ class Table:
                 found = found and found | {"clients": clients(folder)}
             is_new = found is None and not is_dry
             if is_new:
-                processes.say(f"{cell.value}, {cell.row} -> {folder}", flush=True)
+                place = progress.of_several(number, len(in_turn), taken)
+                begin = time.perf_counter()
+                processes.say(
+                    f"{cell.value}, {cell.row} ({place}) -> {folder}", flush=True
+                )
                 if teacher is not None:
                     self._write_model(teacher)
                 found = run(folder, options | taught | self.execution)
+                taken.append(time.perf_counter() - begin)
                 found["clients"] = processes.on_first(lambda at=folder: clients(at))
                 if processes.is_first():
                     records = curves.kept(found["records"], self.sheet)

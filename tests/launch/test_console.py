@@ -106,6 +106,14 @@ def test_lines_of_progress(capsys):
     assert lines[1].endswith(", 18 s left)") and "left" not in lines[2]
 
 
+def test_what_several_runs_will_take():
+    """By the mean of those that ran, as soon as that is half a minute."""
+    assert progress.of_several(1, 3, []) == "1 of 3"
+    assert progress.of_several(3, 3, [10.0, 12.0]) == "3 of 3"
+    several = progress.of_several(2, 4, [80.0, 100.0])
+    assert several == "2 of 4; 4 minutes left if each takes as long"
+
+
 def test_what_a_long_run_will_take(capsys):
     """Once, after its first round; the lines count evaluations too."""
     run, shown = Run(101), progress.Progress(words.headline)

@@ -437,6 +437,8 @@ def test_comparisons_have_derived_columns():
     assert frame.loc["local", ["hurt", "gain"]].tolist() == [0, 0]
     with pytest.raises(ValueError, match="expected one of local, fedavg"):
         compared.summary(control="fedper")
+    with pytest.raises(ValueError, match="until=0.5 is a share of a control's"):
+        compared.summary(until=0.5)
 
 
 def test_values_of_clients_are_behind_the_metrics(done):

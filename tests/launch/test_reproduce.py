@@ -191,7 +191,7 @@ def test_a_teacher_s_row_runs_first(taught, tmp_path, capsys):
     argv = [*taught, "--row=Taught", "--model_width=0.5"]
     shown = run(argv, capsys)
     begun = [line for line in shown.splitlines() if " -> out/" in line]
-    ran = [line.partition(" -> ")[0] for line in begun if "on npz" not in line]
+    ran = [line.partition(" (")[0] for line in begun if "on npz" not in line]
     assert ran == ["all, Large", "half, Taught", "all, Taught"]
     assert "| Large | - | " in shown and "missing" not in shown.rpartition("###")[2]
     folders = {path.parent.name: path for path in tmp_path.glob("out/**/run.flags")}
