@@ -143,6 +143,21 @@ def test_blocks_have_each_client_once():
     assert [block.tolist() for block in blocks] == expected
 
 
+def test_a_window_has_room_for_the_seed_that_needs_most():
+    made, _ = _hosted(num_variants=2)
+    few, many = small.cohort([8], NUM_CLIENTS), small.cohort([1, 5, 6], NUM_CLIENTS)
+    for drawn in ([few, many], [many, few]):
+        fits = made.room()
+        assert fits(drawn) and fits(drawn)
+        other = small.cohort([0, 5, 7], NUM_CLIENTS)
+        assert not fits([other if one is many else one for one in drawn])
+    most = small.cohort(range(6), NUM_CLIENTS)
+    for drawn in ([few, most], [most, few]):
+        made.layout = made.layout._replace(most=4)
+        made.grow(drawn)
+        assert made.layout.rows_per_device >= 6
+
+
 def _state(rows, num_variants):
     key = jax.random.split(jax.random.key(0), num_variants)
     server = jnp.arange(2.0 * num_variants).reshape(num_variants, 2)
