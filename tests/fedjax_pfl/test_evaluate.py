@@ -446,30 +446,31 @@ def test_the_ensemble_is_of_logits():
 
 
 def test_metrics_by_hand():
-    """Pooled and per client, the worst tenth, the spread."""
-    test_count = np.array([10] * 19 + [40])
-    own = np.array([1, 2, *[5] * 17, 36])
-    server = {"global": np.array([115])}
-    sums = {"right": own, "loss": 0.25 * test_count}
-    counts = {"own": sums, "known": np.ones(20, bool), "server": server}
-    counts |= {"server_loss": {"global": 23.0}}
-    values, accuracies = metrics(counts, test_count, 230)
-    fractions = np.array([0.1, 0.2, *[0.5] * 17, 0.9])
+    """Pooled and per client, the worst tenth rounded down, the spread."""
+    test_count = np.array([10] * 28 + [40])
+    own = np.array([1, 2, *[5] * 26, 36])
+    losses = np.array([0.25] * 28 + [0.75])
+    server = {"global": np.array([160])}
+    sums = {"right": own, "loss": losses * test_count}
+    counts = {"own": sums, "known": np.ones(29, bool), "server": server}
+    counts |= {"server_loss": {"global": 32.0}}
+    values, accuracies = metrics(counts, test_count, 320)
+    fractions = np.array([0.1, 0.2, *[0.5] * 26, 0.9])
     np.testing.assert_allclose(accuracies, fractions)
     expected = {
         "global_accuracy": 0.5,
         "client_accuracy": fractions.mean(),
-        "client_accuracy_pooled": (3 + 85 + 36) / 230,
+        "client_accuracy_pooled": (3 + 130 + 36) / 320,
         "worst_decile_accuracy": 0.15,
         "client_accuracy_std": fractions.std(),
         "global_loss": 0.1,
-        "client_loss": 0.25,
+        "client_loss": losses.mean(),
     }
     assert values == pytest.approx(expected)
     # Of a sample: by its own test rows.
-    known = np.arange(20) < 2
+    known = np.arange(29) < 2
     counts |= {"known": known, "own": sums | {"right": np.where(known, own, 0)}}
-    values, _ = metrics(counts, test_count, 230)
+    values, _ = metrics(counts, test_count, 320)
     assert values["client_accuracy_pooled"] == pytest.approx(3 / 20)
 
 
