@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +224,22 @@ def test_a_model_that_is_both_answers_once(data):
     for score in (scores.Classes(), measured):
         assert answered(method(lambda state: state.server), data, score) == 1
         assert answered(method(lambda state: state.clients), data, score) == 2
+
+
+def test_measures_of_a_shared_model_are_of_each_clients_own_rows(data):
+    """As where each has the same model, batch by batch; missing rows add nothing."""
+    score = scores.Classes(measures.chosen("macro_f1,auc,ece"), max(TEST))
+    shared = random_variables()
+    own = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], K, 0), shared)
+    found = [
+        count(data, algorithm([group]), score=score)["own"]["measured"]
+        for group in (
+            types.Serving.one(MODEL, shared, jnp.ones(K, bool)),
+            types.Serving.each(MODEL, own),
+        )
+    ]
+    chex.assert_trees_all_close(*found, rtol=1e-5)
+    assert found[0][0]["rows"].sum(1).tolist() == TEST
 
 
 def test_a_sample_is_the_same_in_every_evaluation():
