@@ -219,11 +219,11 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
 
 
 def _window(made, first, clients):
-    """(slots by client, the window) of one round of one seed."""
-    drawn = small.cohort(clients, NUM_CLIENTS)
+    """(slots by client, the window) of one round of one seed, with a padding row."""
+    drawn = small.cohort([*clients, NUM_CLIENTS], NUM_CLIENTS)
     drawn = jax.tree.map(lambda leaf: np.asarray(leaf)[None], drawn)
     (cohort,), window = made.window(first, [drawn], 1)
-    return dict(zip(clients, cohort.row[0], strict=True)), window
+    return dict(zip(clients, cohort.row[0, :-1], strict=True)), window
 
 
 def _train(call, how, seed):
