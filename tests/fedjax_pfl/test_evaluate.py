@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl import call as call_lib
 from fedjax_pfl import evaluate, execution, measures, scores, types
 from tests import counted
 from tests.fedjax_pfl import small
@@ -489,6 +490,21 @@ def test_metrics_by_hand():
     counts |= {"known": known, "own": sums | {"right": np.where(known, own, 0)}}
     values, _ = metrics(counts, test_count, 320)
     assert values["client_accuracy_pooled"] == pytest.approx(3 / 20)
+
+
+def test_clients_that_never_train_are_not_scored():
+    counts = {
+        "own": {"right": np.array([2, 3, 4]), "loss": np.ones(3)},
+        "known": np.ones(3, bool),
+        "scored": np.array([2, 0, 1]),
+        "cross": np.array([9, 5, 6]),
+    }
+    unseen, count = np.arange(3) == 2, np.full(3, 4)
+    given = scores.Classes(), counts, count, 12, unseen
+    values, accuracies = call_lib._split_metrics(*given)
+    assert values["c_gen"] == 11 / 24 and values["c_spec"] == 5 / 8
+    assert values["client_accuracy"] == 5 / 8 and values["unseen_accuracy"] == 1
+    np.testing.assert_array_equal(accuracies, [0.5, 0.75, 1])
 
 
 def test_official_split_has_no_client_accuracy():

@@ -55,6 +55,14 @@ def test_a_variant_without_any_accuracy():
     np.testing.assert_array_equal(kept.stacked, [[[np.nan] * 3, one]])
 
 
+def test_the_most_that_is_kept():
+    """A GiB of numbers of 8 bytes, and no more."""
+    kept = history.History((1, 1 << 20))
+    kept.check(128)
+    with pytest.raises(ValueError, match="keeps .* of 129 evaluations"):
+        kept.check(129)
+
+
 def test_a_sweep_has_its_points():
     """Each line says of which point it is, and the run is the same without it."""
     given = {"sweep": {"client_lr": [0.001, 0.5]}, "num_seeds": 1}
