@@ -514,6 +514,24 @@ def test_official_rows_of_owners_and_of_nobody():
     assert max(tables.all_owned(partitions.split(source, whole, 0))) == 63
 
 
+def test_validation_rows_are_rounded_down_in_each_client():
+    owned = parts.Parts(np.arange(16), np.array([5, 3, 8]))
+    for labels in (np.zeros(16, int), np.zeros((16, 2), int)):
+        train, val = held_out.validation(owned, labels, 0.25, 0)
+        assert train.count.tolist() == [4, 3, 6]
+        assert val.count.tolist() == [1, 0, 2]
+
+
+def test_validation_rows_are_drawn_by_the_seed():
+    """But those of a text are its last."""
+    owned, few = parts.Parts(np.arange(16), np.array([5, 3, 8])), []
+    for labels in (np.zeros(16, int), np.zeros((16, 2), int)):
+        vals = [held_out.validation(owned, labels, 0.25, n)[1] for n in (0, 0, 1, 2)]
+        few.append([tuple(val.row.tolist()) for val in vals])
+    assert few[0][0] == few[0][1] and len({*few[0]}) > 1
+    assert {*few[1]} == {(4, 14, 15)}
+
+
 def test_stack_of_official_splits():
     """Nobody owns the official test rows, and they are the union."""
     source = tables.table([60, 60], num_train=100)

@@ -2,11 +2,13 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl import call as call_lib
 from fedjax_pfl import evaluate, execution, measures, scores, types
 from tests import counted
 from tests.fedjax_pfl import small
@@ -223,6 +225,22 @@ def test_a_model_that_is_both_answers_once(data):
     for score in (scores.Classes(), measured):
         assert answered(method(lambda state: state.server), data, score) == 1
         assert answered(method(lambda state: state.clients), data, score) == 2
+
+
+def test_measures_of_a_shared_model_are_of_each_clients_own_rows(data):
+    """As where each has the same model, batch by batch; missing rows add nothing."""
+    score = scores.Classes(measures.chosen("macro_f1,auc,ece"), max(TEST))
+    shared = random_variables()
+    own = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], K, 0), shared)
+    found = [
+        count(data, algorithm([group]), score=score)["own"]["measured"]
+        for group in (
+            types.Serving.one(MODEL, shared, jnp.ones(K, bool)),
+            types.Serving.each(MODEL, own),
+        )
+    ]
+    chex.assert_trees_all_close(*found, rtol=1e-5)
+    assert found[0][0]["rows"].sum(1).tolist() == TEST
 
 
 def test_a_sample_is_the_same_in_every_evaluation():
@@ -446,31 +464,47 @@ def test_the_ensemble_is_of_logits():
 
 
 def test_metrics_by_hand():
-    """Pooled and per client, the worst tenth, the spread."""
-    test_count = np.array([10] * 19 + [40])
-    own = np.array([1, 2, *[5] * 17, 36])
-    server = {"global": np.array([115])}
-    sums = {"right": own, "loss": 0.25 * test_count}
-    counts = {"own": sums, "known": np.ones(20, bool), "server": server}
-    counts |= {"server_loss": {"global": 23.0}}
-    values, accuracies = metrics(counts, test_count, 230)
-    fractions = np.array([0.1, 0.2, *[0.5] * 17, 0.9])
+    """Pooled and per client, the worst tenth rounded down, the spread."""
+    test_count = np.array([10] * 28 + [40])
+    own = np.array([1, 2, *[5] * 26, 36])
+    losses = np.array([0.25] * 28 + [0.75])
+    server = {"global": np.array([160])}
+    sums = {"right": own, "loss": losses * test_count}
+    counts = {"own": sums, "known": np.ones(29, bool), "server": server}
+    counts |= {"server_loss": {"global": 32.0}}
+    values, accuracies = metrics(counts, test_count, 320)
+    fractions = np.array([0.1, 0.2, *[0.5] * 26, 0.9])
     np.testing.assert_allclose(accuracies, fractions)
     expected = {
         "global_accuracy": 0.5,
         "client_accuracy": fractions.mean(),
-        "client_accuracy_pooled": (3 + 85 + 36) / 230,
+        "client_accuracy_pooled": (3 + 130 + 36) / 320,
         "worst_decile_accuracy": 0.15,
         "client_accuracy_std": fractions.std(),
         "global_loss": 0.1,
-        "client_loss": 0.25,
+        "client_loss": losses.mean(),
     }
     assert values == pytest.approx(expected)
     # Of a sample: by its own test rows.
-    known = np.arange(20) < 2
+    known = np.arange(29) < 2
     counts |= {"known": known, "own": sums | {"right": np.where(known, own, 0)}}
-    values, _ = metrics(counts, test_count, 230)
+    values, _ = metrics(counts, test_count, 320)
     assert values["client_accuracy_pooled"] == pytest.approx(3 / 20)
+
+
+def test_clients_that_never_train_are_not_scored():
+    counts = {
+        "own": {"right": np.array([2, 3, 4]), "loss": np.ones(3)},
+        "known": np.ones(3, bool),
+        "scored": np.array([2, 0, 1]),
+        "cross": np.array([9, 5, 6]),
+    }
+    unseen, count = np.arange(3) == 2, np.full(3, 4)
+    given = scores.Classes(), counts, count, 12, unseen
+    values, accuracies = call_lib._split_metrics(*given)
+    assert values["c_gen"] == 11 / 24 and values["c_spec"] == 5 / 8
+    assert values["client_accuracy"] == 5 / 8 and values["unseen_accuracy"] == 1
+    np.testing.assert_array_equal(accuracies, [0.5, 0.75, 1])
 
 
 def test_official_split_has_no_client_accuracy():

@@ -143,10 +143,30 @@ def test_blocks_have_each_client_once():
     assert [block.tolist() for block in blocks] == expected
 
 
+def test_a_window_has_room_for_the_seed_that_needs_most():
+    made, _ = _hosted(num_variants=2)
+    few, many = small.cohort([8], NUM_CLIENTS), small.cohort([1, 5, 6], NUM_CLIENTS)
+    for drawn in ([few, many], [many, few]):
+        fits = made.room()
+        assert fits(drawn) and fits(drawn)
+        other = small.cohort([0, 5, 7], NUM_CLIENTS)
+        assert not fits([other if one is many else one for one in drawn])
+    most = small.cohort(range(6), NUM_CLIENTS)
+    for drawn in ([few, most], [most, few]):
+        made.layout = made.layout._replace(most=4)
+        made.grow(drawn)
+        assert made.layout.rows_per_device >= 6
+
+
 def _state(rows, num_variants):
     key = jax.random.split(jax.random.key(0), num_variants)
     server = jnp.arange(2.0 * num_variants).reshape(num_variants, 2)
     return types.RoundState(server, rows, key, jnp.zeros(num_variants, jnp.int32))
+
+
+def _how(devices):
+    mesh = small.mesh_of(devices) if devices > 1 else None
+    return execution.Execution(mesh=mesh, shares_rows=devices > 1)
 
 
 def _call(num_variants):
@@ -155,14 +175,14 @@ def _call(num_variants):
     return call_lib.Call(range(num_variants), seeds, pairs, np.zeros(0), {}, None)
 
 
-def _hosted(num_variants):
-    """Rows of which the device has four, and the state of all clients."""
+def _hosted(num_variants, devices=1):
+    """Rows of which the devices have four, and the state of all clients."""
     first = jax.tree.map(
         lambda leaf: np.repeat(leaf[:, None], 4, 1), rows_of(num_variants, seed=1)
     )
     state = _state(first, num_variants)
-    layout = slots.Layout(NUM_CLIENTS, 1, 4)
-    made = kinds.Hosted(layout, execution.Execution(), state)
+    layout = slots.Layout(NUM_CLIENTS, devices, 4 // devices)
+    made = kinds.Hosted(layout, _how(devices), state)
     made.begin(_call(num_variants), state)
     whole = jax.tree.map(lambda leaf: np.repeat(leaf[:, :1], NUM_CLIENTS, 1), first)
     return made, _state(whole, num_variants)
@@ -198,6 +218,106 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
         assert_equal(again.clients, whole.clients)
 
 
+def _window(made, first, clients):
+    """(slots by client, the window) of one round of one seed, with a padding row."""
+    drawn = small.cohort([*clients, NUM_CLIENTS], NUM_CLIENTS)
+    drawn = jax.tree.map(lambda leaf: np.asarray(leaf)[None], drawn)
+    (cohort,), window = made.window(first, [drawn], 1)
+    return dict(zip(clients, cohort.row[0, :-1], strict=True)), window
+
+
+def _train(call, how, seed):
+    """One round after which the devices have other rows, leaves [R, ...]."""
+    rows = rows_of(jax.tree.leaves(call.state.clients)[0].shape[1], seed)
+    values = tiled.place(stacked(rows), how)
+    call.state, call.round = call.state.replace(clients=values), call.round + 1
+    return rows
+
+
+def _begun(made, whole):
+    """The call of a run before its first round."""
+    call, size = _call(1), made.layout.num_rows
+    rows = jax.tree.map(lambda leaf: leaf[:, :size], whole.clients)
+    call.state = whole.replace(clients=tiled.place(rows, made._how))
+    return call
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_clients_have_their_rows_where_more_are_needed(devices):
+    """Those that trained, on their devices, wherever they were before."""
+    made, whole = _hosted(1, devices)
+    call, (common, _) = _begun(made, whole), made._stores[0].common
+    before, window = _window(made, 0, [0, 1, 2, 3])
+    made.before(call, window)
+    trained = _train(call, made._how, seed=3)
+    many = [0, 1, 3, 4, 5, 6, 8]
+    made.grow([small.cohort(many, NUM_CLIENTS)])
+    assert made.layout.rows_per_device > 4 // devices
+    after, ahead = _window(made, 1, many)
+    made.during(call, ahead)
+    made.before(call, ahead)
+    found = jax.device_get(call.state.clients)
+    for client, slot in after.items():
+        assert slot // made.layout.rows_per_device == client % devices
+        row = taken(trained, before[client]) if client in before else common
+        assert_equal(taken(found, (0, slot)), row)
+    made.after(call)
+    kept, _ = made._stores[0].read(np.array([2]))
+    assert_equal(kept, taken(trained, [before[2]]))
+
+
+def test_blocks_have_the_rows_of_every_variant():
+    """Also where one variant alone has trained, or needs more blocks than another."""
+    made, whole = _hosted(num_variants=2)
+    made._stores[1].write(np.array([4, 8]), rows_of(2, seed=2))
+    call = _call(2)
+    call.state = whole
+    algorithm = types.Algorithm((), None, None, serving=lambda *_: ())
+    drawn = [small.cohort(ids, NUM_CLIENTS) for ids in ([3, 4], [3, 5])]
+    some = np.arange(NUM_CLIENTS) < 2
+    samples = some, None
+    for which, wanted in ((samples, (4, 9)), (samples[::-1], (9, 4))):
+        seen = [], []
+        for block in made.blocks(call, algorithm, drawn, which.__getitem__):
+            rows = jax.device_get(block.state.clients)
+            for variant, ids in enumerate(block.ids):
+                expected, _ = made._stores[variant].read(ids)
+                assert_equal(taken(rows, variant), expected)
+                seen[variant].extend(ids[ids < NUM_CLIENTS])
+        assert [len(set(one)) for one in seen] == [len(one) for one in seen]
+        assert tuple(map(len, seen)) == wanted
+
+
+def test_nothing_from_before_a_load_is_left():
+    """Neither rows on the devices, nor those that have left them, nor common ones."""
+    made, whole = _hosted(num_variants=1)
+    call, new = _begun(made, whole), rows_of(NUM_CLIENTS, seed=2)
+    _, first = _window(made, 0, [1, 5])
+    _, second = _window(made, 1, [5, 6])
+    made.before(call, first)
+    _train(call, made._how, seed=3)
+    made.during(call, second)
+    made.before(call, second)
+    assert made._leaving[0]
+
+    common = taken(rows_of(1, seed=4), 0)
+    store = store_lib.Store(common, NUM_CLIENTS)
+    store.write(np.array([6, 8]), taken(new, [6, 8]))
+    rows = store_lib.streamed([store], [store.ids], (2,))
+    kept = whole.replace(clients=rows), (stacked(common), ())
+    (state,) = made.loaded(store_lib.Kept(*kept, store.ids, np.array([2])), [call])
+    rows = tiled.place(state.clients, made._how)
+    call.state, call.round = state.replace(clients=rows), 0
+    where, window = _window(made, 0, [6, 7])
+    made.before(call, window)
+    found = jax.device_get(call.state.clients)
+    for client, row in ((6, taken(new, 6)), (7, common)):
+        assert_equal(taken(found, (0, where[client])), row)
+    made.after(call)
+    every = np.arange(NUM_CLIENTS)
+    assert_equal(made._stores[0].read(every)[0], store.read(every))
+
+
 def test_clients_that_begin_apart_are_refused():
     made, whole = _hosted(num_variants=1)
     rows = jax.tree.map(lambda leaf: leaf[:, :4].copy(), whole.clients)
@@ -211,9 +331,7 @@ def test_clients_that_begin_apart_are_refused():
 def test_chunks_of_rows_leave_a_state_and_enter_it(devices, monkeypatch):
     """Two variants with clients of their own, two rows a chunk and device."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 2 * 2 * devices * 39)
-    mesh = small.mesh_of(devices) if devices > 1 else None
-    how = execution.Execution(mesh=mesh, shares_rows=devices > 1)
-    layout = slots.Layout(NUM_CLIENTS, devices, 4)
+    how, layout = _how(devices), slots.Layout(NUM_CLIENTS, devices, 4)
     table = rows_of(2 * layout.num_rows)
     state = jax.tree.map(lambda x: x.reshape(2, layout.num_rows, *x.shape[1:]), table)
     rows = tiled.place(state, how)

@@ -83,6 +83,13 @@ def test_calibration_error_by_hand():
     assert value_of("ece")["ece"] == pytest.approx(sum(gaps), abs=1e-5)
 
 
+def test_a_confidence_between_two_bins_is_in_the_lower_one():
+    """Of five classes: 3/15 exactly and right, and little more and wrong."""
+    measure, logits = measures.NAMES["ece"], jnp.zeros((2, 5)).at[1, 0].set(0.1)
+    sums = measure.sums(logits, jnp.array([0, 1]), jnp.ones(2, bool))
+    assert sums[0].tolist() == [0, 0, 1, 1, *[0] * 11]
+
+
 def right(logits, labels, mask):
     """Right answers and rows."""
     return jnp.where(mask, logits.argmax(1) == labels, 0).sum(), mask.sum()
@@ -90,7 +97,7 @@ def right(logits, labels, mask):
 
 def test_metrics_of_clients_and_the_server():
     """The server's, that of all clients' rows, and the mean where it is defined."""
-    chosen = measures.chosen(["macro_f1", right, "per_class", "auc"])
+    chosen = measures.chosen(["macro_f1", right, "per_class", "auc", "ece"])
     batches = [(LOGITS[:40], LABELS[:40]), (LOGITS[40:45], LABELS[40:45])]
     batches.append((LOGITS[:0], LABELS[:0]))
     sums = [
@@ -111,6 +118,8 @@ def test_metrics_of_clients_and_the_server():
     assert values["client_auc_pooled"] == pytest.approx(auc)
     pooled = np.concatenate(hits).mean()
     assert values["client_right_pooled"] == pytest.approx(pooled)
+    gaps = [measures.NAMES["ece"].finish(one[4][None])["ece"][0] for one in sums[:2]]
+    assert values["client_ece"] == pytest.approx(np.mean(gaps), rel=1e-5)
     assert "client_class0_accuracy" not in values
     assert "client_class0_accuracy_pooled" in values
     assert "global_class3_accuracy" not in values  # it does not occur

@@ -9,6 +9,8 @@ from fedjax_pfl import execution, stacked
 from fedjax_pfl.rows import exchange, slots, tiled, views
 from tests.fedjax_pfl import small
 
+K = 18
+
 
 @pytest.mark.parametrize("num_clients, devices", [(8, 4), (10, 4), (3, 4), (7, 1)])
 def test_layout(num_clients, devices):
@@ -24,12 +26,12 @@ def test_layout(num_clients, devices):
 
 @pytest.fixture
 def on_devices():
-    """Ten clients on four devices: the layout, and two variants' rows by client."""
-    layout = slots.Layout(10, 4)
+    """Eighteen clients on four devices, and two variants' rows by client."""
+    layout = slots.Layout(K, 4)
     how = execution.Execution(mesh=small.mesh_of(4), shares_rows=True)
     rows = {
-        "a": np.arange(60.0, dtype=np.float32).reshape(2, 10, 3),
-        "b": np.arange(20).reshape(2, 10),
+        "a": np.arange(6.0 * K, dtype=np.float32).reshape(2, K, 3),
+        "b": np.arange(2 * K).reshape(2, K),
     }
     return layout, how, rows
 
@@ -40,7 +42,7 @@ def test_there_and_back(on_devices, piece, monkeypatch):
     monkeypatch.setattr(views, "PIECE_BYTES", piece)
     layout, how, rows = on_devices
     placed = tiled.place(layout.in_slots(rows), how)
-    assert placed["a"].addressable_shards[0].data.shape == (2, 3, 3)
+    assert placed["a"].addressable_shards[0].data.shape == (2, 5, 3)
     joined = jax.tree.map(lambda leaf: views.Joined([leaf, leaf[:1]]), placed)
     back = jax.tree.map(views.materialised, layout.by_client(joined))
     for name, leaf in rows.items():
@@ -61,18 +63,22 @@ def _ragged(rows, out, begin, size, place, received, *, axis_name):
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])
-@pytest.mark.parametrize("room", [1, 40, 1 << 20])
+@pytest.mark.parametrize("room", [1, 130, 1 << 20])
 def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
-    """Rows go to whatever device trains them and back, all at once or in parts."""
+    """Rows go to whatever device trains them and back, all at once or in parts.
+
+    A row has 16 bytes for each of four devices: a part is one row, two, or all five.
+    """
     monkeypatch.setattr(exchange, "TRAVELLING_BYTES", room)
     if is_ragged:
         monkeypatch.setattr(exchange, "RAGGED", ("cpu",))
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", _ragged)
     layout, how, rows = on_devices
     placed = tiled.place(layout.in_slots(rows), how)
-    # Three rows for each device, all of the first from the second one
-    chosen = np.array([1, 5, 9, 0, 8, 6, 10, 10, 10, 4, 2, 7])
-    is_real = chosen < 10
+    # Five places for each device, all of the first from the second one
+    places = [1, 5, 13, 17, 9], [0, 8, 6, K, K], [K, 4, K, 2, 7], [K] * 5
+    chosen = np.concatenate(places)
+    is_real = chosen < K
     row = np.append(layout.slots, layout.num_rows)[chosen].astype(np.int32)
 
     def both(tree, row):
@@ -87,7 +93,7 @@ def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
         assert "all-to-all" in compiled.as_text()
         assert "all-gather" not in compiled.as_text()
     taken, put = compiled(placed, row)
-    assert taken["a"].addressable_shards[0].data.shape == (2, 3, 3)
+    assert taken["a"].addressable_shards[0].data.shape == (2, 5, 3)
     held = layout.slots
     for name, leaf in rows.items():
         found = np.asarray(taken[name])[:, is_real]
@@ -109,8 +115,8 @@ def test_finite_rows_stay_where_they_are(on_devices):
             return exchange.are_finite(tree, row)
 
     mapped = jax.jit(jax.vmap(finite, (0, None)))
-    assert mapped(placed, row[np.array([6, 1, 10, 3])]).tolist() == [True, False]
-    assert mapped(placed, row[np.array([0, 1, 10, 3])]).tolist() == [True, True]
+    assert mapped(placed, row[np.array([6, 1, K, 3])]).tolist() == [True, False]
+    assert mapped(placed, row[np.array([0, 1, K, 3])]).tolist() == [True, True]
 
 
 def test_rows_of_their_own_are_refused():

@@ -15,6 +15,7 @@ import pytest
 
 import algorithms
 from data import plan
+from fedjax_pfl import call as call_lib
 from fedjax_pfl import checkpoint, evaluate, program, types, windows
 from launch import build
 
@@ -252,6 +253,11 @@ def test_windows_planned_in_parts_are_those_planned_at_once(unequal):
         chex.assert_trees_all_equal(one.work, other.work)
         first = one.end
     assert first == 200 or ahead.length < 200 / 3
+    # What was planned of another window is not in this one.
+    ahead.prepare(7, 200, 2)
+    one, other = ahead.make(3, 200), at_once.make(3, 200)
+    assert one[:2] == other[:2]
+    chex.assert_trees_all_equal(one.cohorts, other.cohorts)
 
 
 @pytest.mark.parametrize("num_seeds", [1, 2])
@@ -359,6 +365,26 @@ def test_evaluation_after_a_restore_is_the_same(whole, unequal):
     (record,) = second.measure()
     assert record | {"seconds": 0} == whole.metrics[-1] | {"seconds": 0}
     assert "train_loss" in record
+
+
+def test_a_restore_forgets_what_an_interrupted_call_counted(
+    whole, unequal, monkeypatch
+):
+    first, second = make(unequal), make(unequal)
+    first.simulation.advance_to(1)
+
+    def interrupted(call, totals):
+        if call.pending is not None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call_lib.Call, "settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            second.simulation.advance_to(2)
+    second.load(1, *first.saved(), [])
+    second.run()
+    assert digest(second) == digest(whole)
+    assert counters(second) == counters(whole)
 
 
 def test_evaluations_are_due_once(unequal):

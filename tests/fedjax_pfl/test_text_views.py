@@ -174,3 +174,13 @@ def test_perplexities_by_hand(num_exits):
     np.testing.assert_allclose(of_client, [own[0], np.nan, np.nan], rtol=1e-5)
     assert found["client_masked_perplexity"] == pytest.approx(own[0], rel=1e-5)
     assert found["clients_evaluated"] == 1 and "clients_evaluated" not in alone
+
+
+def test_the_worst_tenth_of_perplexities_is_rounded_down():
+    surprise = np.linspace(1, 2, 29)
+    own = surprise[:, None] * [3, 0, 1, 0] + [0, 3, 0, 1]
+    counts = {"own": own, "known": np.ones(29, bool)}
+    found, of_client = scores.Words().metrics(counts, np.ones(29, int), 29)
+    np.testing.assert_allclose(of_client, np.exp(surprise))
+    worst = found["worst_decile_perplexity"]
+    assert worst == pytest.approx(np.exp(surprise[-2:]).mean())

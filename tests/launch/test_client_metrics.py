@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from launch import build
+from launch.run import history
 from tests.launch.test_newcomers import COMMON
 
 GIVEN = COMMON | {"rounds": 4, "eval_every": 2, "num_seeds": 2}
@@ -45,6 +46,21 @@ def test_means_over_clients_are_the_records(tmp_path):
     assert {*more.client_metrics()["round"]} == {0, 2, 4, 6}
     with pytest.raises(ValueError, match="--client_metrics=every, not summary"):
         ran(workdir=str(tmp_path / "whole"))
+
+
+def test_a_variant_without_any_accuracy():
+    kept = history.History((2, 3))
+    one = [0.5, np.nan, 1.0]
+    kept.add([None, np.array(one)])
+    np.testing.assert_array_equal(kept.stacked, [[[np.nan] * 3, one]])
+
+
+def test_the_most_that_is_kept():
+    """A GiB of numbers of 8 bytes, and no more."""
+    kept = history.History((1, 1 << 20))
+    kept.check(128)
+    with pytest.raises(ValueError, match="keeps .* of 129 evaluations"):
+        kept.check(129)
 
 
 def test_a_sweep_has_its_points():

@@ -282,11 +282,11 @@ def test_rows_that_both_windows_need_stay_on_the_devices(vectors):
 
 
 def test_an_interrupt_while_rows_enter(vectors, monkeypatch):
-    """All rows then come again, from what the host has stored."""
-    options = {"algo": "pfedsd", "rounds": 6}
+    """All rows then come again, also those that were to stay, as the host has them."""
+    options = {"algo": "pfedsd", "clients_per_round": 20, "rounds": 6}
     whole = made(vectors, "device", **options).run(progress=False)
     simulation = made(vectors, "host", **options).simulation
-    simulation.advance_to(3)
+    simulation.advance_to(2)
     put = transfer.put
 
     def interrupted(*args):
@@ -296,6 +296,6 @@ def test_an_interrupt_while_rows_enter(vectors, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(transfer, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            simulation.advance_to(4)
+            simulation.advance_to(3)
     simulation.advance_to(6)
     assert simulation.digest() == whole["parameters_sha256"]
