@@ -1,5 +1,6 @@
 """Four fake CPU devices, and small data that every test may use."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -24,15 +25,19 @@ import jax
 import numpy as np
 import pytest
 
+import models
 from fedjax_pfl import program
 from launch.machine import devices
 from tests import drawn, synthetic
+from tests.toys import model as toy
 
 # Nobody reads where an operation came from, and to note it takes a part of every trace.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Traces are many small objects without cycles: to look for some takes a tenth of a run.
 gc.set_threshold(200_000, 20, 50)
 drawn.use()
+# A run keeps few programs; here some dozen small ones of a file take turns.
+program._jitted = functools.lru_cache(maxsize=64)(program._jitted.__wrapped__)
 # A tiny run by the command: two of four clients a round
 FLAGS = """--model=mlp --devices=1 --num_clients=4 --clients_per_round=2
     --local_epochs=1 --batch_size=16 --partition=dirichlet""".split()
@@ -87,6 +92,17 @@ def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, 
         arrays["client"] = np.repeat(np.arange(len(clients)), clients)
     np.savez(path, **arrays)
     return f"npz:{path}"
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """`--model=narrow` for a file to which the model does not matter.
+
+    It has two layers where mlp has three, and so its programs are made faster.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.MODELS, "narrow", toy.narrow)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from fedjax_pfl.rows import kinds, transfer
 from launch import build, contract
 from tests import vectors
 
+pytestmark = pytest.mark.usefixtures("narrow")
 NUM_CLIENTS = 40
 OPTIONS = vectors.OPTIONS | {
     "num_clients": NUM_CLIENTS,

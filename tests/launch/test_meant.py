@@ -11,6 +11,7 @@ from launch import build
 from launch.assemble import model_files
 from tests import conftest, synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
 NAMES = np.array(["ant", "bee", "cow", "dog"])
 
 
@@ -26,7 +27,7 @@ X, Y = rows()
 def options(**more):
     """Six small clients."""
     given = {"algo": "fedavg", "dataset": (X, NAMES[Y]), "batch_size": 8, "rounds": 3}
-    return conftest.SIX | given | more
+    return conftest.SIX | {"model": "narrow"} | given | more
 
 
 def notes(part, **more):
@@ -341,7 +342,10 @@ def test_tokens_with_labels(tmp_path):
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({}, "--model=mlp takes numbers and not rows of 7 tokens with a label; give a"),
+        (
+            {},
+            "--model=narrow takes numbers and not rows of 7 tokens with a label; give",
+        ),
         (
             {"model": Bag(), "normalization": "channel"},
             "=channel is for numbers, these",

@@ -16,7 +16,8 @@ from launch.run import progress
 from launch.show import sheets, words
 from launch.tables import cells, paper
 
-COMMON = {"rounds": 2, "model": "mlp", "num_clients": 4, "devices": 1}
+pytestmark = pytest.mark.usefixtures("narrow")
+COMMON = {"rounds": 2, "model": "narrow", "num_clients": 4, "devices": 1}
 
 
 def row(algo, only=None, **options):

@@ -29,7 +29,7 @@ def words():
 @pytest.fixture(scope="module")
 def variables(net, words):
     """Numbers of which none is zero or one."""
-    made = types.Variables(*net.init(jax.random.key(0), words))
+    made = types.Variables(*jax.jit(net.init)(jax.random.key(0), words))
     return plain.perturbed(made, size=0.2)
 
 
@@ -109,7 +109,7 @@ def test_a_forward_pass_by_hand(net, variables, words):
     """Embedding, layers and exits of the specification's 3.5 in float64."""
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, variables.params)
-        out, stats = net.forward(params, variables.stats, words)
+        out, stats = jax.jit(net.forward)(params, variables.stats, words)
         stem = params[0]["stem"]
         h = norm(stem["words"][np.asarray(words)] + stem["positions"], stem["norm"])
         for stage, logits in zip(params, out, strict=True):
