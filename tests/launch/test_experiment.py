@@ -108,7 +108,7 @@ def test_own_arrays_and_modules(trained, arrays):
 def test_progress_and_records(arrays, capsys):
     """A line where something was measured, unless it is to be silent."""
     records = []
-    experiment = made(arrays)
+    experiment = made(arrays, model=MODULES)  # which is compiled already
     experiment.run(on_record=records.append)
     assert records == experiment.metrics and len(records) == 3
     rules, note, gone, *lines = capsys.readouterr().out.splitlines()
@@ -116,7 +116,7 @@ def test_progress_and_records(arrays, capsys):
     assert rules.startswith("rules: --preset=fedd2s (")
     assert note.endswith("is taken as NHWC: H 8, W 8, C 1; --layout=nchw if not")
     assert [line.split("  ")[0] for line in lines] == [f"round {r}/2" for r in range(3)]
-    made(arrays).run(progress=False, until=1)
+    made(arrays, model=MODULES).run(progress=False, until=1)
     assert capsys.readouterr().out == ""
 
 

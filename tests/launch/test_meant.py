@@ -38,7 +38,7 @@ def notes(part, **more):
 @pytest.fixture(scope="module")
 def trained():
     """A run of seed 0."""
-    made = build.experiment(**options())
+    made = build.experiment(**options(client_lr=0.3))
     made.run(progress=False)
     return made
 
@@ -367,7 +367,8 @@ def test_numbers_as_text_are_the_same_classes(tmp_path):
     gen = np.random.default_rng(0)
     label = gen.integers(0, 12, 240)
     x = (4 * gen.normal(size=(12, 20))[label] + gen.normal(size=(240, 20))).astype("f")
-    options = {"algo": "fedavg", "preset": "none", "model": "mlp", "num_clients": 4}
+    options = {"algo": "fedavg", "preset": "none", "model": "narrow"}
+    options |= {"num_clients": 4, "devices": 1}
     first = build.experiment(**options, dataset=(x, label), rounds=3, local_epochs=5)
     first.run(progress=False)
     first.save_model(tmp_path / "one.npz")
@@ -392,7 +393,8 @@ def test_labels_of_two_types_are_refused(test):
 def test_a_table_to_predict_is_of_numbers():
     """As the table of training, whose line names the columns and not their contents."""
     frame = pandas.DataFrame({"a": np.arange(40.0), "label": np.arange(40) % 2})
-    made = build.experiment(algo="fedavg", dataset=frame, num_clients=4, model="mlp")
+    given = {"algo": "fedavg", "model": "narrow", "num_clients": 4, "devices": 1}
+    made = build.experiment(dataset=frame, **given)
     with pytest.raises(ValueError, match="the table: columns are not numbers: a;"):
         made.predict(None, frame.assign(a="secret"))
     with pytest.raises(ValueError, match=r"^client_id=<ndarray \[40\]>: expected"):

@@ -100,7 +100,8 @@ def test_nothing_changes_where_all_take_part():
 def test_a_client_without_a_whole_batch_takes_no_step(how):
     """Its model stays as it was, those of others do not, and a line says so."""
     given = {"algo": "local", "batch_size": 13, "clients_per_round": 8} | how
-    experiment = ran(**given, drop_last=True)
+    given["drop_last"] = True
+    experiment = ran(**given)
     size = np.asarray(experiment.data.partition.train.count)[0]
     start = ran(**given, client_lr=0.0).state.clients
     both = jax.device_get((start, experiment.state.clients))

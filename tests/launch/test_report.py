@@ -13,12 +13,11 @@ from launch.show import drawn, looks, sheets, svg, words
 from launch.show import page as page_lib
 from tests import synthetic
 
-pytestmark = pytest.mark.usefixtures("narrow")
 OPTIONS = {
     "num_clients": 4,
     "partition": "client_dirichlet",
     "test_split": "client_share",
-    "model": "narrow",
+    "model": "mlp",
     "rounds": 2,
     "eval_every": 1,
     "num_seeds": 2,

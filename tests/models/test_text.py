@@ -29,7 +29,7 @@ def words():
 @pytest.fixture(scope="module")
 def variables(net, words):
     """Numbers of which none is zero or one."""
-    made = types.Variables(*jax.jit(net.init)(jax.random.key(0), words))
+    made = types.Variables(*net.init(jax.random.key(0), words))
     return plain.perturbed(made, size=0.2)
 
 
