@@ -1,5 +1,6 @@
 """Four fake CPU devices, and small data that every test may use."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -23,16 +24,21 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import numpy as np
 import pytest
+from _pytest import runner
 
+import models
 from fedjax_pfl import program
 from launch.machine import devices
 from tests import drawn, synthetic
+from tests.toys import model as toy
 
 # Nobody reads where an operation came from, and to note it takes a part of every trace.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Traces are many small objects without cycles: to look for some takes a tenth of a run.
 gc.set_threshold(200_000, 20, 50)
 drawn.use()
+# A run keeps few programs; here some dozen small ones of a file take turns.
+program._jitted = functools.lru_cache(maxsize=64)(program._jitted.__wrapped__)
 # A tiny run by the command: two of four clients a round
 FLAGS = """--model=mlp --devices=1 --num_clients=4 --clients_per_round=2
     --local_epochs=1 --batch_size=16 --partition=dirichlet""".split()
@@ -69,6 +75,27 @@ def _compilation_cache(_cache_folder):
         jax.clear_caches()
 
 
+def _called(fn):
+    """Calls `fn` below a frame that reserves half a megabyte for calls."""
+    return fn()
+
+
+# Frames lie in chunks of 16 KiB. A call that crosses the end of one maps the next, and
+# its return unmaps that, which may take a tenth of a trace. A large frame has a large
+# chunk, of which this one needs a half.
+_called.__code__ = _called.__code__.replace(co_stacksize=70_000)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """pytest's own, with room for the frames of a test and its fixtures."""
+    where = {"nodeid": item.nodeid, "location": item.location}
+    item.ihook.pytest_runtest_logstart(**where)
+    _called(lambda: runner.runtestprotocol(item, nextitem=nextitem))
+    item.ihook.pytest_runtest_logfinish(**where)
+    return True
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items):
     """Cases that slow.txt names are slow."""
@@ -87,6 +114,17 @@ def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, 
         arrays["client"] = np.repeat(np.arange(len(clients)), clients)
     np.savez(path, **arrays)
     return f"npz:{path}"
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """`--model=narrow` for a file to which the model does not matter.
+
+    It has two layers where mlp has three, and so its programs are made faster.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.MODELS, "narrow", toy.narrow)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,6 @@ OWN_OPTIONS = {
     },
     # Adam counts its steps, for each slice and each base.
     "heterofl": {
-        "model": "mlp",
         "level_mix": "1:1",
         "all_widths": True,
         "masked_cross_entropy": True,
@@ -107,7 +106,6 @@ OWN_OPTIONS = {
         "optimizer_state": "persist",
     },
     "splitmix": {
-        "model": "mlp",
         "level_mix": "1:1",
         "num_bases": 2,
         "client_optimizer": "adam",

@@ -137,6 +137,7 @@ def test_the_shown_rounds_are_fedavgs(unequal):
     exec(shown_algorithms()[1], scope)
     mine = types.SimpleNamespace(HParams=fedjax_pfl.LocalTraining, make=scope["make"])
     given = {"dataset": unequal, "model": "mlp", "num_clients": 4, "rounds": 2}
+    given["devices"] = 1
     runs = [
         build.experiment(algo=algo, preset="none", **given) for algo in (mine, "fedavg")
     ]

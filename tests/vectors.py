@@ -3,7 +3,7 @@
 import numpy as np
 
 OPTIONS = {
-    "model": "mlp",
+    "model": "narrow",
     "preset": "none",
     "partition": "iid",
     "batch_size": 4,

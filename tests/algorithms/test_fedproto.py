@@ -210,6 +210,7 @@ def test_models_of_other_widths_are_refused(problem):
 def test_a_run_with_newcomers_that_adapt(unequal):
     """Fine-tuning trains a client's own model, which prototypes answer for."""
     given = {"num_clients": 7, "unseen_clients": 2, "fine_tune_epochs": 2}
+    given["devices"] = 1
     experiment = build.experiment(
         algo="fedproto", dataset=unequal, model="mlp", rounds=3, preset="none", **given
     )

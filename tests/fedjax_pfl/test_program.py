@@ -25,6 +25,7 @@ def run(change, **more):
     mine = SimpleNamespace(HParams=averaging.Averaging, make=make, __name__="mine")
     options = {"num_clients": 3, "partition": "iid", "model": "mlp", "rounds": 2}
     options |= {"client_momentum": 0.5, "optimizer_state": "persist", "batch_size": 8}
+    options["devices"] = 1
     data = (source.image, source.label)
     return build.experiment(algo=mine, dataset=data, **options | more).run()
 

@@ -9,6 +9,8 @@ from fedjax_pfl.rows import tiled
 from launch import build
 from tests import synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 @pytest.fixture
 def tiles(monkeypatch):
@@ -24,8 +26,13 @@ def tiles(monkeypatch):
 
 def experiment(**more):
     source = synthetic.blobs(60, (2, 2, 1), 3)
-    options = {"dataset": (source.image, source.label), "model": "mlp", "rounds": 2}
-    options |= {"num_clients": 6, "clients_per_round": 2, "partition": "iid"}
+    options = {"dataset": (source.image, source.label), "model": "narrow"}
+    options |= {
+        "rounds": 2,
+        "num_clients": 6,
+        "clients_per_round": 2,
+        "partition": "iid",
+    }
     return build.experiment(preset="none", batch_size=8, **options | more)
 
 

@@ -7,6 +7,7 @@ from launch import build
 from launch.run import history
 from tests.launch.test_newcomers import COMMON
 
+pytestmark = pytest.mark.usefixtures("narrow")
 GIVEN = COMMON | {"rounds": 4, "eval_every": 2, "num_seeds": 2}
 EVERY = {"client_metrics": "every", "fine_tune_epochs": 1}
 

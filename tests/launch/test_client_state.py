@@ -11,6 +11,7 @@ from fedjax_pfl.rows import kinds, transfer
 from launch import build, contract
 from tests import vectors
 
+pytestmark = pytest.mark.usefixtures("narrow")
 NUM_CLIENTS = 40
 OPTIONS = vectors.OPTIONS | {
     "num_clients": NUM_CLIENTS,
@@ -93,7 +94,7 @@ def test_the_same_bits_as_on_the_device(case, vectors, tmp_path):
 def test_a_device_that_needs_more_rows_in_a_later_round(vectors, monkeypatch):
     """The first round says how many; a later one has more clients on one device."""
     monkeypatch.setattr(plan, "OWNED_ROUNDS", 1)
-    options = {"algo": "pfedsd", "rounds": 12, "clients_per_round": 6, **TWO}
+    options = {"algo": "fedper", "rounds": 12, "clients_per_round": 6, **TWO}
     here, there = (made(vectors, where, **options) for where in ("device", "host"))
     before = there.simulation.rows.layout.num_rows
     one, other = here.run(progress=False), there.run(progress=False)

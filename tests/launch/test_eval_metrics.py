@@ -11,6 +11,7 @@ from sklearn import metrics as sklearn_metrics
 from launch import build, report
 from launch.folder import record
 
+pytestmark = pytest.mark.usefixtures("narrow")
 GEN = np.random.default_rng(1)
 X = GEN.normal(size=(90, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
@@ -19,7 +20,8 @@ COMMON = {
     "preset": "none",
     "rounds": 2,
     "batch_size": 5,
-    "model": "mlp",
+    "model": "narrow",
+    "devices": 1,
 }
 
 

@@ -1,6 +1,7 @@
 """What notebooks do with an experiment: run, look, predict, keep, compare."""
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from launch.folder import record
 from tests import synthetic
 from tests.toys import model
 
+pytestmark = pytest.mark.usefixtures("narrow")
 SMALL = {
     "num_clients": 4,
     "partition": "iid",
@@ -51,15 +53,15 @@ def arrays():
 
 
 def made(arrays, **more):
-    """Two rounds of FedPer with two stages of our own."""
-    given = {"algo": "fedper", "dataset": arrays, "model": MODULES, "rounds": 2}
+    """Two rounds of FedPer, of which a model of our own is hashed in every call."""
+    given = {"algo": "fedper", "dataset": arrays, "model": "narrow", "rounds": 2}
     return build.experiment(**SMALL | given | more)
 
 
 @pytest.fixture(scope="module")
 def trained(arrays):
     """An experiment that has run."""
-    experiment = made(arrays)
+    experiment = made(arrays, model=MODULES)
     experiment.run(progress=False)
     return experiment
 
@@ -69,13 +71,15 @@ def test_a_path_of_another_type(path, blobs):
     """One line, and no TypeError from inside."""
     with pytest.raises(ValueError, match="expected a path, got a"):
         build.load(path)
-    made = build.experiment(algo="fedavg", dataset=blobs, model="mlp", num_clients=4)
+    given = {"algo": "fedavg", "model": "narrow", "devices": 1, "num_clients": 4}
+    made = build.experiment(dataset=blobs, **given)
     with pytest.raises(ValueError, match="expected a path, got a"):
         made.save_model(path)
 
 
 def test_other_things_of_another_type(blobs):
-    options = {"dataset": blobs, "model": "mlp", "num_clients": 4}
+    options = {"dataset": blobs, "model": "narrow", "num_clients": 4}
+    options["devices"] = 1
     for made in (
         build.experiment(algo="fedavg", **options),
         build.compare(["fedavg"], run=False, **options),
@@ -104,7 +108,7 @@ def test_own_arrays_and_modules(trained, arrays):
 def test_progress_and_records(arrays, capsys):
     """A line where something was measured, unless it is to be silent."""
     records = []
-    experiment = made(arrays)
+    experiment = made(arrays, model=MODULES)  # which is compiled already
     experiment.run(on_record=records.append)
     assert records == experiment.metrics and len(records) == 3
     rules, note, gone, *lines = capsys.readouterr().out.splitlines()
@@ -112,7 +116,7 @@ def test_progress_and_records(arrays, capsys):
     assert rules.startswith("rules: --preset=fedd2s (")
     assert note.endswith("is taken as NHWC: H 8, W 8, C 1; --layout=nchw if not")
     assert [line.split("  ")[0] for line in lines] == [f"round {r}/2" for r in range(3)]
-    made(arrays).run(progress=False, until=1)
+    made(arrays, model=MODULES).run(progress=False, until=1)
     assert capsys.readouterr().out == ""
 
 
@@ -161,7 +165,7 @@ def test_predictions(trained, arrays):
 
 def test_the_servers_model(arrays):
     """Without a client id; of images in the shape that the data set has."""
-    options = {"image_size": 12, "image_channels": 3, "model": "mlp", "algo": "fedavg"}
+    options = {"image_size": 12, "image_channels": 3, "algo": "fedavg"}
     experiment = made(arrays, **options, test_split="pool")
     experiment.run(progress=False)
     test = experiment.data.partition.test.row[0]
@@ -236,7 +240,7 @@ def test_starting_from_a_file(trained, arrays, tmp_path):
     """Server and clients begin with it, and the data's hash knows."""
     path = trained.save_model(tmp_path / "model.npz", client_id=1)
     for algo in ("fedavg", "ditto"):
-        begun = made(arrays, algo=algo, init_from=str(path))
+        begun = made(arrays, algo=algo, model=MODULES, init_from=str(path))
         assert begun.data_sha256 != trained.data_sha256
         for client in (0, 3):
             pairs = jax.tree.map(
@@ -250,7 +254,7 @@ def test_narrower_models_start_from_slices(blobs, tmp_path, monkeypatch):
     monkeypatch.setitem(models.MODELS, "with_exits", model.with_exits)
     options = {"dataset": blobs, "level_mix": "1:1:1", "test_split": "client_share"}
     options |= {name: SMALL[name] for name in ("num_clients", "partition", "devices")}
-    for algo, name in (("heterofl", "mlp"), ("depthfl", "with_exits")):
+    for algo, name in (("heterofl", "narrow"), ("depthfl", "with_exits")):
         options |= {"algo": algo, "model": name}
         first = build.experiment(seed=3, **options)
         path = first.save_model(tmp_path / f"{algo}.msgpack")
@@ -272,7 +276,8 @@ def test_a_file_of_another_model(trained, arrays, tmp_path, change, part):
     """One line that names what differs."""
     path = trained.save_model(tmp_path / "model.npz", client_id=1)
     with pytest.raises(ValueError, match=part) as error:
-        made(arrays, **{"algo": "fedavg", "init_from": str(path)} | change)
+        given = {"algo": "fedavg", "model": MODULES, "init_from": str(path)}
+        made(arrays, **given | change)
     assert "\n" not in str(error.value)
 
 
@@ -334,8 +339,9 @@ def test_extension_whose_summary_has_passed(arrays):
 def test_a_folder_keeps_it(arrays, tmp_path):
     """A run in a folder is opened again, goes on, and ends as one in memory."""
     folder = str(tmp_path / "run")
-    whole = made(arrays, rounds=4).run(progress=False)
-    first = made(arrays, rounds=3, workdir=folder)
+    own = functools.partial(made, arrays, model=MODULES)
+    whole = own(rounds=4).run(progress=False)
+    first = own(rounds=3, workdir=folder)
     first.run(until=1, progress=False)
     first.run(until=2, progress=False)
     again = build.load(folder, dataset=arrays, model=MODULES)
@@ -347,7 +353,7 @@ def test_a_folder_keeps_it(arrays, tmp_path):
     longer = build.load(folder, dataset=arrays, model=MODULES, rounds=4)
     assert longer.round == 3
     assert longer.run(progress=False)["metrics"] == whole["metrics"]
-    same = made(arrays, rounds=4, workdir=folder)
+    same = own(rounds=4, workdir=folder)
     assert same.run(progress=False)["metrics"] == whole["metrics"]
     assert len(same.metrics) == 5
 
@@ -366,7 +372,7 @@ def test_a_folder_of_other_data(arrays, tmp_path, change, part):
     if change.pop("other", False):
         change = {"dataset": (arrays[0][::-1], arrays[1])}
     with pytest.raises(ValueError, match=part):
-        build.load(tmp_path / "run", model=MODULES, **change)
+        build.load(tmp_path / "run", **change)
     with pytest.raises(ValueError, match="holds no run"):
         build.load(tmp_path / "nix")
 
@@ -375,7 +381,7 @@ def test_a_folder_whose_data_moved(arrays, tmp_path, capsys):
     """Another name for the same data opens it; its bits decide."""
     old, new = tmp_path / "old.npz", tmp_path / "new.npz"
     np.savez(old, x=arrays[0], y=arrays[1])
-    options = {"algo": "fedavg", "model": "mlp", "workdir": tmp_path / "run"}
+    options = {"algo": "fedavg", "workdir": tmp_path / "run"}
     first = made(f"npz:{old}", rounds=1, **options)
     first.run(progress=False)
     old.rename(new)
@@ -392,7 +398,7 @@ def test_a_folder_whose_data_moved(arrays, tmp_path, capsys):
 
 def test_other_owners_are_other_data(arrays, tmp_path):
     """The same examples of other clients are another run, also in another file."""
-    owner, options = np.arange(240) % 4, {"algo": "fedavg", "model": "mlp"}
+    owner, options = np.arange(240) % 4, {"algo": "fedavg"}
     options |= {"partition": "natural", "workdir": tmp_path / "run", "rounds": 1}
     for name, client in (("a", owner), ("b", np.sort(owner))):
         np.savez(tmp_path / f"{name}.npz", x=arrays[0], y=arrays[1], client=client)
@@ -408,7 +414,7 @@ def test_exported_by_the_command(blobs, tmp_path, capsys):
     """The same file as `save_model` writes; bad input is one line."""
     folder = tmp_path / "run"
     flags = [f"--{name}={value}" for name, value in SMALL.items()]
-    run = ["main", "--algo=ditto", "--model=mlp", "--rounds=1", f"--dataset={blobs}"]
+    run = ["main", "--algo=ditto", "--model=narrow", "--rounds=1", f"--dataset={blobs}"]
     main.main([*run, *flags, f"--workdir={folder}"])
     capsys.readouterr()
     path = tmp_path / "model.msgpack"
@@ -438,7 +444,7 @@ def test_comparison(arrays, capsys):
         ["fedavg", "fedper"],
         seeds=2,
         dataset=arrays,
-        model=MODULES,
+        model="narrow",
         on_record=records.append,
         **options,
     )
@@ -464,7 +470,7 @@ def test_settings_of_one_method(arrays, tmp_path):
     compared = build.compare(
         {name: {"algo": "fedavg", "client_lr": rate} for name, rate in rates.items()},
         dataset=arrays,
-        model="mlp",
+        model="narrow",
         rounds=1,
         progress=False,
         workdir=str(tmp_path),
@@ -481,7 +487,7 @@ def test_settings_of_one_method(arrays, tmp_path):
 
 def test_a_comparison_takes_the_preset_that_suits_all():
     """FedPer's paper has no proxy set, which CDKT cannot do without."""
-    compared = build.compare(["fedavg", "fedper", "cdkt"], run=False)
+    compared = build.compare(["fedavg", "fedper", "cdkt"], model="narrow", run=False)
     assert {one.config.preset for one in compared.values()} == {"cdkt"}
 
 
@@ -528,7 +534,7 @@ def test_an_interrupted_comparison_goes_on(arrays, capsys):
     compared = build.compare(
         ["fedavg", "local"],
         dataset=arrays,
-        model="mlp",
+        model="narrow",
         progress=False,
         on_record=interrupt,
         rounds=3,
@@ -668,7 +674,7 @@ def test_an_algorithm_with_a_name_of_ours(arrays, tmp_path):
         return fedavg.make(hparams, task)
 
     mine = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="fedavg")
-    options = {"algo": mine, "model": "mlp", "workdir": tmp_path / "run", "rounds": 1}
+    options = {"algo": mine, "workdir": tmp_path / "run", "rounds": 1}
     made(arrays, **options).run(progress=False)
     with pytest.raises(ValueError, match="--algo=own_fedavg was a custom algorithm"):
         build.load(tmp_path / "run", dataset=arrays)
@@ -696,7 +702,7 @@ def test_options_that_an_object_keeps(arrays):
     """Each experiment has its own, whatever was traced before."""
     algo = Kept()
     for epochs, rate in ((1, 0.25), (1, 0.5), (2, 0.5)):
-        options = {"model": "mlp", "local_epochs": epochs, "client_lr": rate}
+        options = {"local_epochs": epochs, "client_lr": rate}
         run = made(arrays, algo=algo, rounds=1, **options)
         assert run.run(progress=False)["metrics"]["weight"]["mean"] == rate
 
@@ -709,7 +715,7 @@ def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys)
         path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()
     }
     monkeypatch.setattr("platform.python_version", lambda: "9.9")
-    again = build.load(folder, dataset=arrays, model=MODULES)
+    again = build.load(folder, dataset=arrays)
     again.run()
     again.run(progress=False)
     assert "holds this finished run" in capsys.readouterr().out
@@ -719,7 +725,7 @@ def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys)
     assert before == after
     shutil.rmtree(folder / "checkpoints")
     with pytest.raises(ValueError, match="has no checkpoint"):
-        build.load(folder, dataset=arrays, model=MODULES)
+        build.load(folder, dataset=arrays)
     with pytest.raises(ValueError, match="has no checkpoint"):
         made(arrays, workdir=folder).run(progress=False)
 
@@ -728,7 +734,7 @@ def test_a_folder_that_another_has_finished_since(arrays, tmp_path):
     """What was loaded before takes over its end, and changes nothing."""
     folder = tmp_path / "run"
     made(arrays, workdir=folder, rounds=3).run(until=1, progress=False)
-    given = {"dataset": arrays, "model": MODULES}
+    given = {"dataset": arrays}
     early = build.load(folder, **given)
     done = build.load(folder, **given).run(progress=False)
     before = (folder / "metrics.jsonl").read_bytes()
@@ -756,7 +762,7 @@ def test_a_folder_does_not_export_again(arrays, tmp_path):
     rows = tmp_path / "rows.npz"
     made(arrays, workdir=tmp_path / "run", export_partition=rows).run(progress=False)
     rows.unlink()
-    build.load(tmp_path / "run", dataset=arrays, model=MODULES)
+    build.load(tmp_path / "run", dataset=arrays)
     assert not rows.exists()
     with pytest.raises(OSError, match="--export_partition=.* cannot be written"):
         made(arrays, export_partition=tmp_path)
@@ -765,7 +771,7 @@ def test_a_folder_does_not_export_again(arrays, tmp_path):
 def test_files_wanted_later(arrays, tmp_path):
     """TensorBoard's of a run that is finished already."""
     made(arrays, workdir=tmp_path / "run").run(progress=False)
-    options = {"dataset": arrays, "model": MODULES, "tensorboard": True, "csv": True}
+    options = {"dataset": arrays, "tensorboard": True, "csv": True}
     build.load(tmp_path / "run", **options).run(progress=False)
     found = [path.name for path in (tmp_path / "run").rglob("*")]
     assert "metrics.csv" in found and any(name.startswith("events") for name in found)
@@ -774,7 +780,8 @@ def test_files_wanted_later(arrays, tmp_path):
 @pytest.mark.parametrize("algo", ["splitmix", "majority"])
 def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
     """It predicts, but is not written."""
-    options = {"dataset": blobs, "model": "mlp", "num_clients": 4, "rounds": 1}
+    options = {"dataset": blobs, "model": "narrow", "num_clients": 4, "rounds": 1}
+    options["devices"] = 1
     made_of = build.experiment(algo=algo, test_split="client_share", **options)
     client = 0 if algo == "majority" else None
     image = np.asarray(made_of.data.image[:3])

@@ -13,7 +13,8 @@ from launch.assemble import model_files
 from tests import synthetic
 
 NAMES = np.array(["owl", "cat", 'a "b" \\ ü\n', "dog"])
-SMALL = {"num_clients": 4, "partition": "iid", "batch_size": 16, "summary": "last"}
+SMALL = {"num_clients": 4, "partition": "iid", "batch_size": 16, "devices": 1}
+SMALL["summary"] = "last"
 
 
 class Whole(nn.Module):

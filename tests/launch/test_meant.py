@@ -11,6 +11,7 @@ from launch import build
 from launch.assemble import model_files
 from tests import conftest, synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
 NAMES = np.array(["ant", "bee", "cow", "dog"])
 
 
@@ -26,7 +27,7 @@ X, Y = rows()
 def options(**more):
     """Six small clients."""
     given = {"algo": "fedavg", "dataset": (X, NAMES[Y]), "batch_size": 8, "rounds": 3}
-    return conftest.SIX | given | more
+    return conftest.SIX | {"model": "narrow"} | given | more
 
 
 def notes(part, **more):
@@ -37,7 +38,7 @@ def notes(part, **more):
 @pytest.fixture(scope="module")
 def trained():
     """A run of seed 0."""
-    made = build.experiment(**options())
+    made = build.experiment(**options(client_lr=0.3))
     made.run(progress=False)
     return made
 
@@ -341,7 +342,10 @@ def test_tokens_with_labels(tmp_path):
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({}, "--model=mlp takes numbers and not rows of 7 tokens with a label; give a"),
+        (
+            {},
+            "--model=narrow takes numbers and not rows of 7 tokens with a label; give",
+        ),
         (
             {"model": Bag(), "normalization": "channel"},
             "=channel is for numbers, these",
@@ -363,7 +367,8 @@ def test_numbers_as_text_are_the_same_classes(tmp_path):
     gen = np.random.default_rng(0)
     label = gen.integers(0, 12, 240)
     x = (4 * gen.normal(size=(12, 20))[label] + gen.normal(size=(240, 20))).astype("f")
-    options = {"algo": "fedavg", "preset": "none", "model": "mlp", "num_clients": 4}
+    options = {"algo": "fedavg", "preset": "none", "model": "narrow"}
+    options |= {"num_clients": 4, "devices": 1}
     first = build.experiment(**options, dataset=(x, label), rounds=3, local_epochs=5)
     first.run(progress=False)
     first.save_model(tmp_path / "one.npz")
@@ -388,7 +393,8 @@ def test_labels_of_two_types_are_refused(test):
 def test_a_table_to_predict_is_of_numbers():
     """As the table of training, whose line names the columns and not their contents."""
     frame = pandas.DataFrame({"a": np.arange(40.0), "label": np.arange(40) % 2})
-    made = build.experiment(algo="fedavg", dataset=frame, num_clients=4, model="mlp")
+    given = {"algo": "fedavg", "model": "narrow", "num_clients": 4, "devices": 1}
+    made = build.experiment(dataset=frame, **given)
     with pytest.raises(ValueError, match="the table: columns are not numbers: a;"):
         made.predict(None, frame.assign(a="secret"))
     with pytest.raises(ValueError, match=r"^client_id=<ndarray \[40\]>: expected"):

@@ -22,7 +22,7 @@ OPTIONS = {
     "dataset": (X, Y),
     "partition": "iid",
     "preset": "none",
-    "model": "mlp",
+    "model": "narrow",
     "num_clients": 5,
     "rounds": 3,
     "eval_every": 1,
@@ -32,6 +32,7 @@ OPTIONS = {
     "fine_tune_epochs": 1,
     "devices": 1,
 }
+pytestmark = pytest.mark.usefixtures("narrow")
 METHODS = ["local", "fedavg", "fedavg+ft"]
 TUNE = {"client_lr": [0.001, 0.3]}
 
@@ -503,10 +504,10 @@ def test_a_goal_that_some_seeds_missed_is_not_bold():
 
 def test_settings_are_not_taken_for_one_another():
     """NumPy's numbers are numbers, and other owners of the same rows other data."""
-    given = OPTIONS | {"fine_tune_epochs": 0, "rounds": 1}
+    given = {name: OPTIONS[name] for name in ("dataset", "partition", "preset")}
     counts = {f"{n}": {"num_clients": n} for n in np.array([4, 5])}
-    ran = build.study(["local"], settings=counts, **given).run(progress=False)
-    flags = {name: ran.runs(name)["local"].flags for name in counts}
+    ran = build.study(["majority"], settings=counts, **given).run(progress=False)
+    flags = {name: ran.runs(name)["majority"].flags for name in counts}
     assert all(flags[name]["num_clients"] == name for name in counts)
     frames_of = [
         pandas.DataFrame({"a": X[:, 0], "b": X[:, 1], "y": Y, "who": who})
@@ -515,8 +516,8 @@ def test_settings_are_not_taken_for_one_another():
     owners = {f"{n}": {"dataset": one} for n, one in enumerate(frames_of)}
     given |= {"partition": "natural", "owner": "who", "label": "y", "num_clients": 4}
     del given["dataset"]
-    ran = build.study(["local"], settings=owners, **given).run(progress=False)
-    hashes = {ran.runs(name)["local"].hashes["split_sha256"] for name in owners}
+    ran = build.study(["majority"], settings=owners, **given).run(progress=False)
+    hashes = {ran.runs(name)["majority"].hashes["split_sha256"] for name in owners}
     assert len(hashes) == 2
 
 

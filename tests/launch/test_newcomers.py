@@ -15,6 +15,7 @@ from fedjax_pfl import levels, types
 from launch import build
 from tests.toys import model as toy
 
+pytestmark = pytest.mark.usefixtures("narrow")
 GEN = np.random.default_rng(1)
 X = GEN.normal(size=(240, 6)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
@@ -26,7 +27,8 @@ COMMON = {
     "local_epochs": 1,
     "batch_size": 5,
     "clients_per_round": 4,
-    "model": "mlp",
+    "model": "narrow",
+    "devices": 1,
 }
 NEW = {"val_split": 0.25, "unseen_clients": 3, "fine_tune_epochs": 2}
 
@@ -72,7 +74,7 @@ def adapted(experiment, client, num_epochs, pull=None):
     `pull` is (weight, parameters) of a proximal term.
     """
     mine, model = experiment.client_model(client), experiment.task.model
-    params, stats = mine.variables
+    params, stats = jax.device_get(mine.variables)
     table = np.asarray(experiment.data.replace(partition=None).normalised(X))
     own = rows(part(experiment).adapting, client)
     level = len(params)
@@ -85,13 +87,14 @@ def adapted(experiment, client, num_epochs, pull=None):
     for epoch in order:
         for first in range(0, len(epoch), size):
             taken = own[epoch[first : first + size]]
-            grads, new = slope(params, model, stats, table[taken], Y[taken], level)
+            given = params, model, stats, table[taken], Y[taken], level
+            grads, new = jax.device_get(slope(*given))
             stats = (*new[:level], *stats[level:])
             if pull is not None:
                 weight, to = pull
-                apart = jax.tree.map(jnp.subtract, params, to)
+                apart = jax.tree.map(np.subtract, params, to)
                 pulled = jax.tree.map(lambda gap, w=weight: w * gap, apart)
-                grads = jax.tree.map(jnp.add, grads, pulled)
+                grads = jax.tree.map(np.add, grads, pulled)
             params = jax.tree.map(lambda p, g: p - lr * g, params, grads)
     return model, params, stats
 
@@ -175,7 +178,8 @@ def test_validation_rows_of_the_data_choose():
 def few_owners(algo="fedper", **given):
     """Owner 1 has 2 rows, and alone owns test or validation rows if any are owned."""
     rows = (X[:40], Y[:40], np.repeat([0, 1], [38, 2]))
-    common = {"preset": "none", "rounds": 2, "eval_every": 1, "model": "mlp"}
+    common = {"preset": "none", "rounds": 2, "eval_every": 1, "model": "narrow"}
+    common["devices"] = 1
     return build.experiment(algo=algo, **{"dataset": rows} | common | given)
 
 
@@ -271,18 +275,20 @@ def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
         more["depthfl"] |= {"feddyn_alpha": 0.0, "model": "with_exits"}
         more["depthfl"]["level_mix"] = "1:1:1"
     given = NEW | more.get(algo, {}) | {"algo": algo, "client_chunk": chunk}
+    given["devices"] = 1 if chunk == 1 else 2
     experiment = ran(**given)
     mine, last = part(experiment), experiment.metrics[-1]
     pull = None
     if algo == "ditto":
-        server = jax.tree.map(lambda leaf: leaf[0], experiment.state.server.params)
+        server = jax.device_get(experiment.state.server.params)
+        server = jax.tree.map(lambda leaf: leaf[0], server)
         pull = experiment.hparams.proximal_weight, server
-    found = []
+    found, forward = [], jax.jit(experiment.task.model.forward)
     for client in range(10):
         model, params, stats = adapted(experiment, client, 2, pull)
         own = rows(mine.test, client)
         x = experiment.data.replace(partition=None).normalised(X[own])
-        out, _ = model.forward(params, stats, x)
+        out, _ = forward(params, stats, x)
         out = sum(out) / len(out) if model.has_exits else out
         of = optax.softmax_cross_entropy_with_integer_labels
         found.append(float(of(out, Y[own]).mean()))
@@ -420,8 +426,9 @@ def test_rounds_without_test_rows():
     """No client of the round has any: the record has no accuracy, and not 0."""
     gen = np.random.default_rng(0)
     x = gen.normal(size=(60, 6)).astype(np.float32)
-    given = {"dataset": (x, (x[:, 0] > 0).astype(int)), "model": "mlp", "rounds": 4}
-    given |= {"partition": "dirichlet", "partition_alpha": 0.3, "num_clients": 8}
+    given = {"dataset": (x, (x[:, 0] > 0).astype(int)), "rounds": 4}
+    given |= {"model": "narrow", "devices": 1, "num_clients": 8}
+    given |= {"partition": "dirichlet", "partition_alpha": 0.3}
     given |= {"test_split": "client_share", "preset": "none", "eval_every": 1}
     made = build.experiment(
         algo="fedavg", clients_per_round=1, eval_moments="both", **given

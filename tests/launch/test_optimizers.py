@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from launch import build
 
+pytestmark = pytest.mark.usefixtures("narrow")
 GEN = np.random.default_rng(0)
 X = GEN.normal(size=(48, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
@@ -18,12 +19,13 @@ COMMON = {
     "rounds": 2,
     "batch_size": 12,
     "normalization": "none",
+    "devices": 1,
 }
 
 
 def made(**given):
     """A small experiment."""
-    return build.experiment(**{"algo": "fedavg", "model": "mlp"} | COMMON | given)
+    return build.experiment(**{"algo": "fedavg", "model": "narrow"} | COMMON | given)
 
 
 def ran(**given):
@@ -211,8 +213,8 @@ def test_other_frames_take_a_custom_one():
     image = GEN.normal(size=(40, 8, 8, 1)).astype(np.float32)
     data = {"dataset": (image, np.arange(40) % 2, np.arange(40) // 10)}
     for algo, more in {
-        "heterofl": {"model": "mlp", "level_mix": "1:1"},
-        "fedict": {"model": "mlp", "optimizer_state": "persist"},
+        "heterofl": {"model": "narrow", "level_mix": "1:1"},
+        "fedict": {"model": "narrow", "optimizer_state": "persist"},
     }.items():
         experiment = ran(algo=algo, client_optimizer=optax.adamw, **data | more)
         assert np.isfinite(experiment.predict(0, image)).all(), algo

@@ -11,13 +11,14 @@ from launch.assemble import model_files
 from launch.folder import record
 from tests import synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
 CLASSES = ("cat", "cow", "dog", "eel")
 SMALL = {
     "algo": "fedavg",
     "preset": "none",
     "rounds": 1,
     "devices": 1,
-    "model": "mlp",
+    "model": "narrow",
     "num_clients": 3,
 }
 
@@ -97,7 +98,7 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     x, y = blobs(3, 6, 6)
     owner = np.repeat(["a", "b", "c", "d"], [20, 3, 24, 1])
     np.savez("own.npz", x=x, y=words(y), client=owner)
-    given = ["--rounds=1", "--model=mlp", "--devices=1", "--preset=none"]
+    given = ["--rounds=1", "--model=narrow", "--devices=1", "--preset=none"]
     given += ["--min_owner_examples=5"]
     main.main(["main", "--algo=local", "--dataset=npz:own.npz", *given])
     lines = capsys.readouterr().out.splitlines()
@@ -150,7 +151,7 @@ def test_a_series():
     right = (made.predict(None, x)[:, 1] > 0.5) == (y == 1)
     found = made.evaluate(x, y.astype(float))["accuracy"]
     assert found == pytest.approx(right.mean())
-    with pytest.raises(ValueError, match="=mlp .*series .7, 2. .*custom model"):
+    with pytest.raises(ValueError, match="=narrow .*series .7, 2. .*custom model"):
         build.experiment(dataset=(x, y), layout="ntc", **SMALL)
 
 
@@ -234,7 +235,8 @@ def of_file(tmp_path_factory):
     frame["site"] = ["01"] * 30 + ["1"] * 28 + ["odd"] * 2
     frame.loc[58:, "y"] = "rare"
     frame.to_csv(folder / "named.csv", index=False)
-    given = {"owner": "site", "min_owner_examples": 5, "model": "mlp", "rounds": 2}
+    given = {"owner": "site", "min_owner_examples": 5, "model": "narrow", "rounds": 2}
+    given["devices"] = 1
     experiment = build.experiment(
         algo="fedavg",
         preset="none",

@@ -23,6 +23,7 @@ def data():
 
 def made(**given):
     rules = {"preset": "none", "rounds": 2, "batch_size": 8, "client_lr": 0.1}
+    rules["devices"] = 1
     return build.experiment(**{"dataset": data(), **rules, **given})
 
 
@@ -213,6 +214,7 @@ def test_the_last_exit_is_what_one_would_write(given):
 def test_a_comparison_of_one_net():
     """One net for a whole model, for widths and for depths."""
     rules = {"preset": "none", "rounds": 1, "dataset": data(), "level_mix": "1:1"}
+    rules["devices"] = 1
     algos = ["fedavg", "heterofl", "depthfl"]
     made = build.compare(algos, model=exits_of_width, progress=False, **rules)
     names = [one.task.model.stage_names for one in made.values()]

@@ -14,6 +14,7 @@ from fedjax_pfl import types
 from launch import build
 from tests import vectors
 
+pytestmark = pytest.mark.usefixtures("narrow")
 K = 30
 OPTIONS = vectors.OPTIONS | {
     "num_clients": K,

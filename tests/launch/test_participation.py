@@ -16,12 +16,13 @@ from models import counts
 from tests.data import test_plan
 from tests.toys import model as toy
 
+pytestmark = pytest.mark.usefixtures("narrow")
 GEN = np.random.default_rng(1)
 X = GEN.normal(size=(240, 6)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
 OWNER = np.repeat(np.arange(8), [10, 20, 30, 40, 15, 25, 45, 55])
 COMMON = {
-    **{"algo": "fedavg", "dataset": (X, Y, OWNER), "preset": "none", "model": "mlp"},
+    **{"algo": "fedavg", "dataset": (X, Y, OWNER), "preset": "none", "model": "narrow"},
     **{"rounds": 3, "eval_every": 1, "local_epochs": 2, "batch_size": 5},
     **{"clients_per_round": 4, "devices": 1},
 }
@@ -99,12 +100,12 @@ def test_nothing_changes_where_all_take_part():
 def test_a_client_without_a_whole_batch_takes_no_step(how):
     """Its model stays as it was, those of others do not, and a line says so."""
     given = {"algo": "local", "batch_size": 13, "clients_per_round": 8} | how
-    experiment = ran(**given, drop_last=True)
+    given["drop_last"] = True
+    experiment = ran(**given)
     size = np.asarray(experiment.data.partition.train.count)[0]
     start = ran(**given, client_lr=0.0).state.clients
-    for first, last in zip(
-        *map(jax.tree.leaves, (start, experiment.state.clients)), strict=True
-    ):
+    both = jax.device_get((start, experiment.state.clients))
+    for first, last in zip(*map(jax.tree.leaves, both), strict=True):
         is_same = [(a == b).all() for a, b in zip(first[0], last[0], strict=True)]
         np.testing.assert_array_equal(is_same, size < 13)
     assert experiment.totals.samples == 6 * (size // 13 * 13).sum()
@@ -216,8 +217,10 @@ def test_a_round_of_drawn_levels_in_which_nobody_is_in_time(first):
 def test_a_round_ends_at_its_deadline(tmp_path):
     """The slow ones are cut, the slowest never drawn, and no round lasts longer."""
     speed = file(tmp_path, [1e-5 if one == 0.01 else one for one in SPEED])
-    limit = 2 * shapes.model_bytes(made().task.model, (6,)) / 1e6 + 0.014
+    model = made(model="mlp").task.model
+    limit = 2 * shapes.model_bytes(model, (6,)) / 1e6 + 0.014
     given = {"client_speed": speed, "round_seconds": limit, "clients_per_round": 8}
+    given["model"] = "mlp"
     experiment = ran(**given, num_seeds=2)
     for round in range(3):
         cohort = experiment.planner.cohort(1, round)

@@ -13,12 +13,14 @@ from launch.folder import record
 from launch.show import figures, looks
 from tests import conftest
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, blobs):
     """Folders of three short runs, two of one algorithm and two seeds each."""
     root = tmp_path_factory.mktemp("runs")
-    common = {"dataset": blobs, "model": "mlp", "rounds": 2, "num_clients": 5}
+    common = {"dataset": blobs, "model": "narrow", "rounds": 2, "num_clients": 5}
     common |= {
         "preset": "none",
         "clients_per_round": 4,

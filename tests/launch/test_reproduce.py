@@ -16,7 +16,8 @@ from launch.run import progress
 from launch.show import sheets, words
 from launch.tables import cells, paper
 
-COMMON = {"rounds": 2, "model": "mlp", "num_clients": 4, "devices": 1}
+pytestmark = pytest.mark.usefixtures("narrow")
+COMMON = {"rounds": 2, "model": "narrow", "num_clients": 4, "devices": 1}
 
 
 def row(algo, only=None, **options):
@@ -418,8 +419,22 @@ def test_traffic_by_kind_of_message():
     assert "MB" not in shown({"metrics": ["client_accuracy"]}, runs)
 
 
+@pytest.fixture
+def once(monkeypatch):
+    """Equal options are resolved once: a cell is in a table, a row and a column."""
+    resolved, configure = {}, resolve.configure
+
+    def known(given):
+        key = repr(sorted(given.items()))
+        if key not in resolved:
+            resolved[key] = configure(given)
+        return resolved[key]
+
+    monkeypatch.setattr(resolve, "configure", known)
+
+
 @pytest.mark.parametrize("name, table", cells.papers().items())
-def test_every_cell_is_a_configuration(name, table):
+def test_every_cell_is_a_configuration(name, table, once):
     """Rows, columns and data sets name options that exist, and can be chosen."""
     for dataset in [*table["datasets"], table.get("dataset", "fashion_mnist")]:
         every = cells.cells(table, dataset)

@@ -15,9 +15,11 @@ from launch.show import words
 from launch.tables import cells, results
 from tests import conftest, synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
 OTHER = SOURCE.image[::-1], SOURCE.label
 BASE = conftest.SIX | {"dataset": (SOURCE.image, SOURCE.label), "partition": "iid"}
+BASE["model"] = "narrow"
 
 
 def named(letters):

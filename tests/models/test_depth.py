@@ -320,8 +320,9 @@ def test_the_last_exit_alone_is_the_convnet(rate):
     )
     chex.assert_trees_all_equal_shapes(mine, shapes.variables(alone, shape))
     for train in (False, True):
-        out, moved = alone.forward(*mine, image, train=train)
-        expected, wanted = plain.forward(params, stats, image, train=train)
+        run = functools.partial(jax.jit, static_argnames="train")
+        out, moved = run(alone.forward)(*mine, image, train=train)
+        expected, wanted = run(plain.forward)(params, stats, image, train=train)
         np.testing.assert_array_equal(out, expected)
         chex.assert_trees_all_equal(jax.tree.leaves(moved), jax.tree.leaves(wanted))
 

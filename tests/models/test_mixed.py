@@ -107,6 +107,7 @@ def test_a_run_learns_as_in_float32(precision, blobs):
     """The state is f32, and accuracies are close."""
     options = {"algo": "fedavg", "dataset": blobs, "model": "mlp", "rounds": 4}
     options |= {"num_clients": 4, "partition": "iid", "eval_every": 4}
+    options["devices"] = 1
     found = {}
     for name in ("f32", precision):
         made = build.experiment(**options, precision=name)

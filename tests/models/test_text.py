@@ -109,7 +109,7 @@ def test_a_forward_pass_by_hand(net, variables, words):
     """Embedding, layers and exits of the specification's 3.5 in float64."""
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, variables.params)
-        out, stats = net.forward(params, variables.stats, words)
+        out, stats = jax.jit(net.forward)(params, variables.stats, words)
         stem = params[0]["stem"]
         h = norm(stem["words"][np.asarray(words)] + stem["positions"], stem["norm"])
         for stage, logits in zip(params, out, strict=True):

@@ -1,5 +1,7 @@
 """A three-stage model with exits and running statistics, and a narrow one."""
 
+import functools
+
 import jax.numpy as jnp
 from flax import linen as nn
 
@@ -33,10 +35,12 @@ def with_exits(num_classes, width=1.0):
     return stages.chain("with_exits", trunks, exits)
 
 
-def narrow(num_classes, width=1.0):
-    """Another architecture for the same examples, 10 wide."""
-    hidden = ("hidden", stages.Dense(stages.scaling(width)(10)))
-    return stages.chain("narrow", [hidden, ("last", stages.Dense(num_classes, False))])
+def narrow(num_classes, width=1.0, rate=1.0, scaler=1.0):
+    """Another architecture for the same examples, 10 wide; it has widths as `mlp`."""
+    hidden = ("hidden", stages.Dense(stages.scaling(width, rate)(10)))
+    last = ("last", stages.Dense(num_classes, relu=False))
+    at_width = stages.widths(functools.partial(narrow, num_classes, width), rate)
+    return stages.chain("narrow", [hidden, last], at_width=at_width)
 
 
 def normed(num_classes, width=1.0):
