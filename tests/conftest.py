@@ -7,6 +7,9 @@ import pathlib
 
 import jaxlib.version
 
+# XLA's pool has a thread for each fake device. Collectives that do not depend on one
+# another run at once, and each keeps a thread of every device waiting for the others.
+os.environ.setdefault("PJRT_NPROC", "16")
 # Nothing here is big enough to gain by optimised code; compiling it takes longer.
 os.environ["XLA_FLAGS"] = " ".join(
     (
