@@ -46,7 +46,7 @@ def rows(
         return one
     of_rows = _MINE if stays else _ALL
     of_out = (of_rows, _ALL) if is_summed else of_rows
-    return _mapped(one, mesh=mesh, in_specs=(of_rows, _ALL, _MINE), out_specs=of_out)
+    return mapped(one, mesh=mesh, in_specs=(of_rows, _ALL, _MINE), out_specs=of_out)
 
 
 def batches(
@@ -84,7 +84,7 @@ def batches(
 
     if mesh is None:
         return on_device(count)
-    return _mapped(on_device, mesh=mesh, in_specs=(_ALL,), out_specs=_ALL)(count)
+    return mapped(on_device, mesh=mesh, in_specs=(_ALL,), out_specs=_ALL)(count)
 
 
 def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
@@ -109,7 +109,7 @@ def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
         out = jax.lax.psum(mine, "clients")
         return jax.tree.map(_as_it_was, out, like)
 
-    return _mapped(on_device, mesh=mesh, in_specs=(_ALL,), out_specs=_ALL)(given)
+    return mapped(on_device, mesh=mesh, in_specs=(_ALL,), out_specs=_ALL)(given)
 
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def _summed(parts: Any, mesh: jax.sharding.Mesh) -> Any:
     return jax.tree.map(lambda leaf: leaf.sum(0), every)
 
 
-def _mapped(
+def mapped(
     fn: Callable[..., Any], mesh: jax.sharding.Mesh, in_specs: tuple, out_specs: Any
 ) -> Callable[..., Any]:
     """`jax.shard_map` with a spec for each argument.

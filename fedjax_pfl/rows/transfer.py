@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import execution, stacked
+from fedjax_pfl import execution, over_devices, stacked
 from fedjax_pfl.rows import slots, tiled
 
 # The rows that travel together have at most this many bytes, or each device has one.
@@ -146,8 +146,8 @@ def _program(
     if how.shares_rows:
         # Each device takes and puts the rows of its own clients.
         own = PartitionSpec(None, "clients")
-        given = dict(mesh=how.mesh, in_specs=own, out_specs=own, check_vma=False)
-        fn_of_all = jax.shard_map(fn, **given)
+        specs = (own,) * (3 if fn is _put else 2)
+        fn_of_all = over_devices.mapped(fn, how.mesh, specs, own)
     else:
         fn_of_all = fn
     where = tiled.of_rows(structure.unflatten(leaves), how)
