@@ -249,6 +249,17 @@ def build(
     return program._replace(floats=floats, algorithm=algorithm)
 
 
+def _one_after_another(how: types.Execution) -> dict[str, Any]:
+    """Compiler options where private rows travel between the devices of a CPU.
+
+    By default XLA starts operations as soon as they can start. Two collectives at once
+    then wait in more threads than there are, each for the other's, and never end. With
+    its other schedule this was not seen.
+    """
+    chosen = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return chosen if how.platform == "cpu" and how.shares_rows else {}
+
+
 def _soon_compiled(platform: str) -> dict[str, Any]:
     """Compiler options for init and evaluation, which run rarely.
 
@@ -343,7 +354,8 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, how, values, state, cohort, partition, members)
 
-    everywhere, rarely = execution.replicated(how), _soon_compiled(how.platform)
+    everywhere, in_order = execution.replicated(how), _one_after_another(how)
+    rarely = _soon_compiled(how.platform) | in_order
 
     def of_state(state: types.RoundState) -> types.RoundState:
         return state.where(how)
@@ -354,12 +366,15 @@ def _jitted(of: _Structure) -> Program:
     def rare(fn: Callable, where: Callable = lambda _: everywhere) -> Compiled:
         return Compiled(fn, where, compiler_options=rarely)
 
+    def often(fn: Callable, where: Callable = lambda _: everywhere, **more) -> Compiled:
+        return Compiled(fn, where, compiler_options=in_order, **more)
+
     return Program(
         init=rare(init, of_state),
-        rounds=Compiled(rounds, after_rounds, donate_argnums=1),
+        rounds=often(rounds, after_rounds, donate_argnums=1),
         of_shared=rare(of_shared),
         of_clients=rare(of_clients),
-        of_adapted=Compiled(of_adapted, lambda _: everywhere),
+        of_adapted=often(of_adapted),
         scoring=scoring,
         vmaps={
             "vmaps_seeds": how.vmaps_runs and not has_branches,
