@@ -7,8 +7,8 @@ import pathlib
 
 import jaxlib.version
 
-# XLA's pool has a thread for each fake device. Collectives that do not depend on one
-# another run at once, and each keeps a thread of every device waiting for the others.
+# XLA's pool has a thread for each fake device, in which collectives wait for another one.
+# Several that do not depend on one another may run at once, and would wait for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
 # Nothing here is big enough to gain by optimised code; compiling it takes longer.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -27,7 +27,6 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import numpy as np
 import pytest
-from _pytest import runner
 
 import models
 from fedjax_pfl import program
@@ -76,27 +75,6 @@ def _compilation_cache(_cache_folder):
     if used >= MEMORY:
         program.forget()
         jax.clear_caches()
-
-
-def _called(fn):
-    """Calls `fn` below a frame that reserves half a megabyte for calls."""
-    return fn()
-
-
-# Frames lie in chunks of 16 KiB. A call that crosses the end of one maps the next, and
-# its return unmaps that, which may take a tenth of a trace. A large frame has a large
-# chunk, of which this one needs a half.
-_called.__code__ = _called.__code__.replace(co_stacksize=70_000)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item, nextitem):
-    """pytest's own, with room for the frames of a test and its fixtures."""
-    where = {"nodeid": item.nodeid, "location": item.location}
-    item.ihook.pytest_runtest_logstart(**where)
-    _called(lambda: runner.runtestprotocol(item, nextitem=nextitem))
-    item.ihook.pytest_runtest_logfinish(**where)
-    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
