@@ -7,7 +7,7 @@ import pathlib
 
 import jaxlib.version
 
-# XLA's pool has a thread for each fake device, in which collectives wait for another one.
+# XLA's pool has a thread for each fake device, in which a collective waits for others.
 # Several that do not depend on one another may run at once, and would wait for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
 # Nothing here is big enough to gain by optimised code; compiling it takes longer.
