@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from fedjax_pfl import execution, stacked
+from fedjax_pfl import execution, over_devices, stacked
 from fedjax_pfl.rows import tiled
 
 # A device has room for this many bytes of rows that travel at once.
@@ -100,8 +100,7 @@ def _mapped(on_device: Callable[..., Any], specs: tuple) -> Callable[..., Any]:
     def one(tree: Any, row: jax.Array, *others: Any) -> Any:
         return on_device(tree, row.reshape(mesh.size, -1), *others)
 
-    given = {"in_specs": specs, "out_specs": _MINE, "check_vma": False}
-    return jax.shard_map(one, mesh=mesh, **given)
+    return over_devices.mapped(one, mesh, specs, _MINE)
 
 
 def _room(tree: Any, devices: int) -> int:
