@@ -11,17 +11,21 @@ import jaxlib.version
 # Several that do not depend on one another may run at once, and would wait for ever.
 os.environ.setdefault("PJRT_NPROC", "16")
 # Nothing here is big enough to gain by optimised code; compiling it takes longer.
-FLAGS_OF_XLA = [
-    "--xla_force_host_platform_device_count=4",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_parallel_codegen_split_count=1",  # the tests use all cores
-]
-if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know it, and end
-    FLAGS_OF_XLA.append("--xla_cpu_use_fusion_emitters=false")
-# Each once: workers inherit them, and they are a part of the names of kept programs.
-before = os.environ.get("XLA_FLAGS", "").split()
-os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(before + FLAGS_OF_XLA))
+# Each stands once: workers inherit them, and kept programs are found by them.
+os.environ["XLA_FLAGS"] = " ".join(
+    dict.fromkeys(
+        (
+            *os.environ.get("XLA_FLAGS", "").split(),
+            "--xla_force_host_platform_device_count=4",
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+            "--xla_cpu_parallel_codegen_split_count=1",  # the tests use all cores
+            # An unknown flag ends the process, and later versions do not know this one.
+            *["--xla_cpu_use_fusion_emitters=false"]
+            * (jaxlib.version.__version_info__ < (0, 11)),
+        )
+    )
+)
 
 import jax
 import numpy as np

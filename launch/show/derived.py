@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl import metric_kinds, options
 from launch.folder import finished, record
 from launch.folder.record import Record
 from launch.run import summaries
@@ -46,6 +47,14 @@ def metric(name: str, runs: Sequence[Record]) -> words.Metric:
         return base._replace(name=name, title=TITLES[name])
     scale, unit = (100, "%") if name == "hurt" else (1, "")
     return words.Metric(name, base.kind, TITLES[name], "lower", scale, unit, digits=1)
+
+
+def unusual(name: str) -> str:
+    """A line about a name that resembles a metric here and is none, or nothing."""
+    plain, known = name.removeprefix(metric_kinds.VALIDATION), [*words.TITLES, *TITLES]
+    is_ours = plain in known or words.title(plain) != plain.replace("_", " ")
+    near = "" if is_ours else options.nearest(plain, known)
+    return f"the metric {name} is none of this package{near}" if near else ""
 
 
 def fine_tuned(run: Record) -> Record:

@@ -204,6 +204,7 @@ class Study:
         for name in self.tune:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
+        self.notes += filter(None, map(derived.unusual, self.metrics))
         self.folder.mkdir(parents=True, exist_ok=True)
         prepared = self._options, self._tuned, self._hashes, self.notes
         body = {

@@ -66,6 +66,14 @@ def test_choices_are_the_best_validation(done):
     assert len(done.choices()) == 3
 
 
+def test_metrics_that_resemble_ours_are_named():
+    """Before anything runs; those of exits, classes and own ones are not."""
+    names = ["clinet_accuracy", "val_client_accuracy", "exit2_accuracy", "hurt", "mine"]
+    (found,) = [one for one in made(metrics=names).notes if "the metric" in one]
+    assert found.startswith("the metric clinet_accuracy is none of this package; did ")
+    assert found.endswith(" client_accuracy?")
+
+
 def test_test_rows_choose_nothing():
     """Other labels of test rows change results, but no choice."""
     choices, results = [], []
