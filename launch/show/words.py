@@ -46,6 +46,11 @@ _FORMS: dict[Kind, dict[str, Any]] = {
 }
 
 _MEGABYTES = {"scale": 1e-6, "digits": 1, "form": ",.1f"}
+_OWN_FORMS: dict[str, dict[str, Any]] = {
+    "bytes_up": _MEGABYTES,
+    "bytes_down": _MEGABYTES,
+    "best_round": {"digits": 0, "form": ".0f"},
+}
 
 # In the order of tables. A text has perplexities instead of accuracies.
 TITLES = {
@@ -158,7 +163,7 @@ def metric(
         better = ""
     elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
-    form = _MEGABYTES if plain in ("bytes_up", "bytes_down") else _FORMS.get(kind, {})
+    form = _OWN_FORMS.get(plain, _FORMS.get(kind, {}))
     return Metric(name, kind, title(name, classes), better, **form)
 
 

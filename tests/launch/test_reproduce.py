@@ -362,9 +362,9 @@ def test_decimals_of_percent():
         ("one", "A"): ({"metrics": metrics, "numbers": ["best_round"]}, [97.4, None])
     }
     table = {"metrics": list(metrics)}
-    assert "| 97.40 / 97.4 ± 0.0 / +0.0 | 3.500 ± 0.707 |" in shown(table, runs)
+    assert "| 97.40 / 97.4 ± 0.0 / +0.0 | 4 ± 1 |" in shown(table, runs)
     text = shown(table | {"digits": 2}, runs)
-    assert "| 97.40 / 97.43 ± 0.00 / +0.03 | 3.500 ± 0.707 |" in text
+    assert "| 97.40 / 97.43 ± 0.00 / +0.03 | 4 ± 1 |" in text
 
 
 def test_numbers_are_not_percent():
