@@ -74,16 +74,18 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
     for folder in folders:
         # A plain file comes after a gzipped one of its name, and so replaces it.
         paths = sorted(folder.glob("*-ubyte*"), reverse=True)
-        there = {path.name.removesuffix(".gz"): path for path in paths}
+        there = {p.name.removesuffix(".gz"): p for p in paths if p.is_file()}
         if all(name in there for name in wanted):
             return [there[name] for name in wanted]
     return []
 
 
 def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
-    folders, hint = [], ", or put the four IDX files there"
+    wanted = ", ".join(sum(IDX_FILES, ()))
+    folders, hint = [], f", or put the IDX files {wanted}, plain or .gz, there"
     if data_dir:
         folders += [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
+        hint += f" (looked for in {folders[0]} and {folders[1]})"
     if name == "fashion_mnist":
         folders += [DEBIAN_FASHION]
         hint += ", or install Debian's dataset-fashion-mnist"
