@@ -386,6 +386,9 @@ def load(
     Raises:
         ValueError: one line: what is missing, and how to get it.
     """
+    data_dir = data_dir and str(files.given(data_dir, "--data_dir"))
+    if data_dir and pathlib.Path(data_dir).is_file():
+        raise ValueError(f"--data_dir={data_dir} is a file; give its folder")
     text = texts.TEXTS.get(name) if flag == "dataset" else None
     if text is not None:
         return text.load(data_dir, text_length or text.default_length, owners)

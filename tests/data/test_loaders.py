@@ -70,6 +70,16 @@ def test_idx_beside_folders_of_their_names(tmp_path):
     assert len(loaders.load("mnist", str(tmp_path)).label) == 17
 
 
+def test_data_dir_of_a_user(tmp_path, monkeypatch):
+    """A shell leaves the ~ of --data_dir=~ as it is. A file is no folder."""
+    write_mnist(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(loaders.load("mnist", "~").label) == 17
+    path = tmp_path / loaders.IDX_FILES[0][0]
+    with pytest.raises(ValueError, match=f"--data_dir={path} is a file; give its"):
+        loaders.load("mnist", str(path))
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("keep", [3, 10, 16, 100, -1])
 def test_truncated_idx_is_named(tmp_path, suffix, keep):
