@@ -204,6 +204,8 @@ def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
                 image, label, writer = (batch[one].to_pylist() for one in _COLUMNS)
                 if not len(writer):
                     continue
+                if None in writer:
+                    raise ValueError("a row has no writer_id")
                 owner = np.array(list(map(str, writer)))
                 begin = np.flatnonzero(owner[1:] != owner[:-1]) + 1
                 pixels = np.stack([_decoded(one) for one in image])

@@ -130,6 +130,7 @@ def test_femnist_of_parquet(tmp_path, folder, change):
         ({"character": [62] * 15}, "f0002_1: labels 0 to 61 are expected"),
         ({"character": ["?"] * 15}, r"f0002_1: character has the labels \?"),
         ({"character": [None] * 15}, "labels 0 to 61 are expected"),
+        ({"writer_id": [*"ab", None] * 5}, "a row has no writer_id"),
     ],
 )
 def test_parquet_of_something_else(tmp_path, changed, reason):
