@@ -37,7 +37,7 @@ def find(root: pathlib.Path) -> list[pathlib.Path]:
     """Returns LEAF's JSON files, or else parquet files, of a folder; [] if none."""
     for folder in (root, root / "data"):
         split = [*folder.glob("train/*.json"), *folder.glob("test/*.json")]
-        every = [*folder.glob("all_data/*.json"), *folder.glob("all_data*.json")]
+        every = [*folder.glob("all_data*.json")] or [*folder.glob("all_data/*.json")]
         if found := split or every or [*folder.glob("*.parquet")]:
             return sorted(found)
     return []

@@ -80,6 +80,13 @@ def test_femnist_of_train_and_test(tmp_path):
     assert "--test_split divides" in found.notes[0]
 
 
+def test_femnist_in_two_places(tmp_path):
+    """Rows are taken once."""
+    for folder in (tmp_path, tmp_path / "all_data"):
+        write(folder / "all_data_0.json", in_leaf(characters()))
+    check(loaders.load("femnist", str(tmp_path)))
+
+
 def png(pixels):
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "png")
