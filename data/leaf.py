@@ -114,13 +114,20 @@ def femnist(found: list[pathlib.Path]) -> dataset.Dataset:
 
 
 def _notes(found: list[pathlib.Path]) -> tuple[str, ...]:
-    folders = {one.parent.name for one in found}
-    if not {"train", "test"} <= folders:
-        return ()
-    return (
-        "the rows in the folders train and test are one table, which --test_split "
-        "divides for each owner",
-    )
+    folders = {one.parent.resolve().name for one in found}
+    if {"train", "test"} <= folders:
+        return (
+            "the rows in the folders train and test are one table, which --test_split "
+            "divides for each owner",
+        )
+    for name in ("train", "test"):
+        # A user's folder may have such a name, but LEAF's files have it too.
+        if folders == {name} and all(name in one.name for one in found):
+            return (
+                f"all rows are of a folder {name}; give the folder that holds train "
+                "and test to have the others too",
+            )
+    return ()
 
 
 def _squares(x: np.ndarray, layout: str) -> np.ndarray:
