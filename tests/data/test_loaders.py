@@ -378,6 +378,7 @@ def test_unknown_name():
         ("fashionmnist", "fashion_mnist"),
         ("FashionMNIST", "fashion_mnist"),
         ("svhn", "svhn_cropped"),
+        ("EMNIST", "emnist/byclass"),
         ("own", ""),
         ("wikitext", "wikitext2"),
     ],
