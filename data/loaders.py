@@ -85,7 +85,7 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     folders, hint = [], f", or put the IDX files {wanted}, plain or .gz, there"
     if data_dir:
         folders += [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
-        hint += f" (looked for in {folders[0]} and {folders[1]})"
+        hint += _looked(*folders)
     if name == "fashion_mnist":
         folders += [DEBIAN_FASHION]
         hint += ", or install Debian's dataset-fashion-mnist"
@@ -100,6 +100,14 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
         return _joined(with_channels, 10)
 
 
+def _looked(folder: pathlib.Path, inner: pathlib.Path) -> str:
+    """Says where files were looked for, and what is there instead."""
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    held = sorted(name for name in names if not name.startswith("."))
+    there = f"which holds {labels.listed(held, 4)}" if held else "where nothing is"
+    return f" (looked for in {inner} and in {folder}, {there})"
+
+
 def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     """CIFAR or SVHN from official files in `data_dir`; `/coarse` means those labels."""
     if data_dir and (found := official.find(name, data_dir)):
@@ -108,7 +116,7 @@ def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     plain = name.partition("/")[0]
     hint = f", or put {official.wanted(plain)} there"
     if data_dir:
-        hint += f" (looked for in {data_dir} and {pathlib.Path(data_dir) / plain})"
+        hint += _looked(pathlib.Path(data_dir), pathlib.Path(data_dir) / plain)
     return _tfds(plain, data_dir, hint, "coarse_label" if "/" in name else "label")
 
 
