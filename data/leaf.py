@@ -37,7 +37,7 @@ def find(root: pathlib.Path) -> list[pathlib.Path]:
     """Returns LEAF's JSON files, or else parquet files, of a folder; [] if none."""
     for folder in (root, root / "data"):
         split = [*folder.glob("train/*.json"), *folder.glob("test/*.json")]
-        every = [*folder.glob("all_data/*.json"), *folder.glob("all_data*.json")]
+        every = [*folder.glob("all_data*.json")] or [*folder.glob("all_data/*.json")]
         if found := split or every or [*folder.glob("*.parquet")]:
             return sorted(found)
     return []
@@ -114,13 +114,20 @@ def femnist(found: list[pathlib.Path]) -> dataset.Dataset:
 
 
 def _notes(found: list[pathlib.Path]) -> tuple[str, ...]:
-    folders = {one.parent.name for one in found}
-    if not {"train", "test"} <= folders:
-        return ()
-    return (
-        "the rows in the folders train and test are one table, which --test_split "
-        "divides for each owner",
-    )
+    folders = {one.parent.resolve().name for one in found}
+    if {"train", "test"} <= folders:
+        return (
+            "the rows in the folders train and test are one table, which --test_split "
+            "divides for each owner",
+        )
+    for name in ("train", "test"):
+        # A user's folder may have such a name, but LEAF's files have it too.
+        if folders == {name} and all(name in one.name for one in found):
+            return (
+                f"all rows are of a folder {name}; give the folder that holds train "
+                "and test to have the others too",
+            )
+    return ()
 
 
 def _squares(x: np.ndarray, layout: str) -> np.ndarray:
@@ -204,6 +211,8 @@ def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
                 image, label, writer = (batch[one].to_pylist() for one in _COLUMNS)
                 if not len(writer):
                     continue
+                if None in writer:
+                    raise ValueError("a row has no writer_id")
                 owner = np.array(list(map(str, writer)))
                 begin = np.flatnonzero(owner[1:] != owner[:-1]) + 1
                 pixels = np.stack([_decoded(one) for one in image])

@@ -74,16 +74,18 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
     for folder in folders:
         # A plain file comes after a gzipped one of its name, and so replaces it.
         paths = sorted(folder.glob("*-ubyte*"), reverse=True)
-        there = {path.name.removesuffix(".gz"): path for path in paths}
+        there = {p.name.removesuffix(".gz"): p for p in paths if p.is_file()}
         if all(name in there for name in wanted):
             return [there[name] for name in wanted]
     return []
 
 
 def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
-    folders, hint = [], ", or put the four IDX files there"
+    wanted = ", ".join(sum(IDX_FILES, ()))
+    folders, hint = [], f", or put the IDX files {wanted}, plain or .gz, there"
     if data_dir:
         folders += [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
+        hint += _looked(*folders)
     if name == "fashion_mnist":
         folders += [DEBIAN_FASHION]
         hint += ", or install Debian's dataset-fashion-mnist"
@@ -98,6 +100,14 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
         return _joined(with_channels, 10)
 
 
+def _looked(folder: pathlib.Path, inner: pathlib.Path) -> str:
+    """Says where files were looked for, and what is there instead."""
+    names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
+    held = sorted(name for name in names if not name.startswith("."))
+    there = f"which holds {labels.listed(held, 4)}" if held else "where nothing is"
+    return f" (looked for in {inner} and in {folder}, {there})"
+
+
 def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     """CIFAR or SVHN from official files in `data_dir`; `/coarse` means those labels."""
     if data_dir and (found := official.find(name, data_dir)):
@@ -106,7 +116,7 @@ def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     plain = name.partition("/")[0]
     hint = f", or put {official.wanted(plain)} there"
     if data_dir:
-        hint += f" (looked for in {data_dir} and {pathlib.Path(data_dir) / plain})"
+        hint += _looked(pathlib.Path(data_dir), pathlib.Path(data_dir) / plain)
     return _tfds(plain, data_dir, hint, "coarse_label" if "/" in name else "label")
 
 
@@ -384,6 +394,9 @@ def load(
     Raises:
         ValueError: one line: what is missing, and how to get it.
     """
+    data_dir = data_dir and str(files.given(data_dir, "--data_dir"))
+    if data_dir and pathlib.Path(data_dir).is_file():
+        raise ValueError(f"--data_dir={data_dir} is a file; give its folder")
     text = texts.TEXTS.get(name) if flag == "dataset" else None
     if text is not None:
         return text.load(data_dir, text_length or text.default_length, owners)

@@ -72,11 +72,14 @@ class _Encoded:
         raise ValueError("bytes have no state")
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
     """Reads arrays of numbers, lists, dicts, texts and bytes, and calls nothing else.
 
     A pickle may name any function of any package and have it called. Here each name
     that CIFAR's files contain is a class of this module, and other names are refused.
+
+    It is the unpickler in Python, since that in C fills gigabytes where one damaged
+    byte makes the number of an object large.
     """
 
     _NAMES = {
@@ -106,7 +109,10 @@ def _of_binary(raw: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def _of_pickle(raw: bytes, names: Sequence[str]) -> dict[str, Any]:
-    found = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+    try:
+        found = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+    except (LookupError, EOFError) as error:
+        raise ValueError("it is not a pickle, or is damaged") from error
     if not isinstance(found, dict):
         raise ValueError(f"it is a {type(found).__name__}, a dict is expected")
     found = {k.decode() if isinstance(k, bytes) else k: v for k, v in found.items()}
@@ -288,6 +294,7 @@ def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
 def _reason(error: Exception) -> str:
     """One line about an error, and what to do."""
     reason = " ".join(str(error).split())[:200] or type(error).__name__
+    reason = "".join(c if c.isprintable() else "?" for c in reason)
     if isinstance(error, FileNotFoundError):
         reason = "there is no such file"
     return f"{reason}; fetch it again"

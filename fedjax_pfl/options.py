@@ -184,7 +184,9 @@ def nearest(name: str, known: Iterable[str], before: str = "") -> str:
     """
     lower, given = {one.lower(): one for one in known}, name.lower()
     begun = [one for one in lower if given and one.startswith(given)]
-    close = difflib.get_close_matches(given, lower, n=1) or begun
+    # `emnist` is nearer to `emnist/byclass` than to `femnist`.
+    parts = [one for one in begun if one.startswith(f"{given}/")]
+    close = parts or difflib.get_close_matches(given, lower, n=1) or begun
     return f"; did you mean {before}{lower[close[0]]}?" if close else ""
 
 

@@ -80,6 +80,26 @@ def test_femnist_of_train_and_test(tmp_path):
     assert "--test_split divides" in found.notes[0]
 
 
+@pytest.mark.parametrize("data_dir", ["", "test"])
+def test_femnist_of_one_of_two_folders(tmp_path, data_dir):
+    """A line says that rows may be missing."""
+    write(tmp_path / "test" / "all_data_0_test_8.json", in_leaf(characters()))
+    found = loaders.load("femnist", str(tmp_path / data_dir))
+    check(found)
+    assert "all rows are of a folder test; give the folder that" in found.notes[0]
+    (tmp_path / "test" / "all_data_0_test_8.json").rename(
+        tmp_path / "test" / "all_data_0.json"
+    )
+    assert loaders.load("femnist", str(tmp_path / data_dir)).notes == ()
+
+
+def test_femnist_in_two_places(tmp_path):
+    """Rows are taken once."""
+    for folder in (tmp_path, tmp_path / "all_data"):
+        write(folder / "all_data_0.json", in_leaf(characters()))
+    check(loaders.load("femnist", str(tmp_path)))
+
+
 def png(pixels):
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "png")
@@ -130,6 +150,7 @@ def test_femnist_of_parquet(tmp_path, folder, change):
         ({"character": [62] * 15}, "f0002_1: labels 0 to 61 are expected"),
         ({"character": ["?"] * 15}, r"f0002_1: character has the labels \?"),
         ({"character": [None] * 15}, "labels 0 to 61 are expected"),
+        ({"writer_id": [*"ab", None] * 5}, "a row has no writer_id"),
     ],
 )
 def test_parquet_of_something_else(tmp_path, changed, reason):

@@ -62,6 +62,24 @@ def test_idx_in_a_folder_of_the_data_sets_name(tmp_path):
     assert len(loaders.load("mnist", str(tmp_path)).label) == 17
 
 
+def test_idx_beside_folders_of_their_names(tmp_path):
+    """As some programs unpack each file into a folder."""
+    write_mnist(tmp_path, ".gz")
+    for name in sum(loaders.IDX_FILES, ()):
+        (tmp_path / name).mkdir()
+    assert len(loaders.load("mnist", str(tmp_path)).label) == 17
+
+
+def test_data_dir_of_a_user(tmp_path, monkeypatch):
+    """A shell leaves the ~ of --data_dir=~ as it is. A file is no folder."""
+    write_mnist(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(loaders.load("mnist", "~").label) == 17
+    path = tmp_path / loaders.IDX_FILES[0][0]
+    with pytest.raises(ValueError, match=f"--data_dir={path} is a file; give its"):
+        loaders.load("mnist", str(path))
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("keep", [3, 10, 16, 100, -1])
 def test_truncated_idx_is_named(tmp_path, suffix, keep):
@@ -360,6 +378,7 @@ def test_unknown_name():
         ("fashionmnist", "fashion_mnist"),
         ("FashionMNIST", "fashion_mnist"),
         ("svhn", "svhn_cropped"),
+        ("EMNIST", "emnist/byclass"),
         ("own", ""),
         ("wikitext", "wikitext2"),
     ],
@@ -528,7 +547,8 @@ def test_tfds_that_cannot_be_prepared(tmp_path, monkeypatch, name):
     line = str(error.value)
     assert line.startswith(f"--dataset={name}") and "\n" not in line
     assert "no route to host" in line and "--data_dir" in line
-    assert ("IDX" in line) == (name == "mnist")
+    files = f"{', '.join(sum(loaders.IDX_FILES, ()))}, plain or .gz, there (looked for"
+    assert (f"IDX files {files} in {tmp_path}" in line) == (name == "mnist")
 
 
 def test_without_tfds(tmp_path, monkeypatch):

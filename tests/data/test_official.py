@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import tarfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -181,8 +182,8 @@ def test_foreign_pickles_run_nothing(tmp_path, foreign, reason, is_packed):
         b"cnumpy\ndtype\n(Vu1\ntR(I3\nV>\nNNI-1\nI-1\nI0\ntb.",
         b"c_codecs\nencode.__setstate__\n.",
         b"Pa\n.",  # an id of something outside
+        b"c\x1b[31mposix\nmkdir\n(V%s\ntR.",  # that would colour a terminal
         b"",
-        b"hello",
     ],
 )
 def test_pickles_by_hand_run_nothing(tmp_path, raw):
@@ -194,7 +195,28 @@ def test_pickles_by_hand_run_nothing(tmp_path, raw):
     )
     with pytest.raises(ValueError, match="cifar-100-python/train cannot be") as error:
         loaders.load("cifar100", str(tmp_path))
-    assert "\n" not in str(error.value) and not path.exists()
+    assert str(error.value).isprintable() and not path.exists()
+
+
+@pytest.mark.parametrize("raw", [b"", b"<html>", b".", b"\x80\x02}q\x01"])
+def test_no_pickle(tmp_path, raw):
+    """Such as the page of a server that has no such file."""
+    written(tmp_path, "cifar100", 1, change=lambda *_: raw)
+    with pytest.raises(ValueError, match="train cannot be read: it is not a pickle"):
+        loaders.load("cifar100", str(tmp_path))
+
+
+def test_a_pickle_with_a_large_number_of_an_object(tmp_path):
+    """As of a damaged byte; it takes no memory."""
+    written(tmp_path, "cifar10", 1, change=lambda *_: b"\x80\x02K\x01r\0\0\x40\0.")
+    tracemalloc.start()
+    with pytest.raises(
+        ValueError, match="data_batch_1 cannot be .* a dict is expected"
+    ):
+        loaders.load("cifar10", str(tmp_path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.45, 0.999])
@@ -339,6 +361,10 @@ def test_nothing_is_there(tmp_path, monkeypatch, name, files):
     line = (
         f"--dataset={name} is missing .*no network.*{files}.*looked for in {tmp_path}"
     )
-    with pytest.raises(ValueError, match=line) as error:
-        loaders.load(name, str(tmp_path))
-    assert "\n" not in str(error.value)
+    for held in ("where nothing is", "which holds a, cifar-10-binary.tar"):
+        with pytest.raises(ValueError, match=f"{line}.*{tmp_path}, {held}") as error:
+            loaders.load(name, str(tmp_path))
+        assert "\n" not in str(error.value)
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "cifar-10-binary.tar").touch()
+        (tmp_path / ".hidden").touch()
