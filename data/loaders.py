@@ -54,6 +54,10 @@ class Source(NamedTuple):
     help: str
 
 
+# The folders in which torchvision leaves IDX files, in `raw`
+TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
+
+
 def read_idx(path: pathlib.Path) -> np.ndarray:
     """Reads an IDX file of unsigned bytes, gzipped or not; a ValueError names it."""
     opener = gzip.open if path.suffix == ".gz" else open
@@ -86,6 +90,7 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     if data_dir:
         folders += [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
         hint += _looked(*folders)
+        folders += [pathlib.Path(data_dir) / TORCHVISION[name] / "raw"]
     if name == "fashion_mnist":
         folders += [DEBIAN_FASHION]
         hint += ", or install Debian's dataset-fashion-mnist"

@@ -55,11 +55,15 @@ def test_idx_round_trip(tmp_path, name, suffix):
     assert (got.num_train, got.num_classes, got.client) == (12, 10, None)
 
 
-def test_idx_in_a_folder_of_the_data_sets_name(tmp_path):
-    """--data_dir may also be the parent folder."""
-    (tmp_path / "mnist").mkdir()
-    write_mnist(tmp_path / "mnist", ".gz")
-    assert len(loaders.load("mnist", str(tmp_path)).label) == 17
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("mnist", "mnist"), ("mnist", "MNIST/raw"), ("fashion_mnist", "FashionMNIST/raw")],
+)
+def test_idx_in_a_folder_of_the_data_set(tmp_path, name, folder):
+    """--data_dir may also be the parent folder, and that of torchvision."""
+    (tmp_path / folder).mkdir(parents=True)
+    write_mnist(tmp_path / folder, ".gz")
+    assert len(loaders.load(name, str(tmp_path)).label) == 17
 
 
 def test_idx_beside_folders_of_their_names(tmp_path):
