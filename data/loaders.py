@@ -54,6 +54,12 @@ class Source(NamedTuple):
     help: str
 
 
+# Train and test rows of the official files
+ROWS = {
+    **dict.fromkeys(("mnist", "fashion_mnist"), (60_000, 10_000)),
+    **dict.fromkeys(("cifar10", "cifar100", "cifar100/coarse"), (50_000, 10_000)),
+    "svhn_cropped": (73_257, 26_032),
+}
 # The folders in which torchvision leaves IDX files, in `raw`
 TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
@@ -102,7 +108,17 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
         with_channels = {
             n: a[..., None] if "idx3" in n else a for n, a in found.items()
         }
-        return _joined(with_channels, 10)
+        return _counted(name, _joined(with_channels, 10))
+
+
+def _counted(name: str, data: dataset.Dataset) -> dataset.Dataset:
+    """Says so if there are more or fewer rows than in the official files."""
+    found, wanted = (data.num_train, len(data.label) - data.num_train), ROWS[name]
+    if found == wanted:
+        return data
+    here, there = (f"{train:,} train and {test:,}" for train, test in (found, wanted))
+    line = f"{name} has {here} test rows here, and {there} in the official files"
+    return data._replace(notes=(*data.notes, line))
 
 
 def _looked(folder: pathlib.Path, inner: pathlib.Path) -> str:
@@ -117,7 +133,7 @@ def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     """CIFAR or SVHN from official files in `data_dir`; `/coarse` means those labels."""
     if data_dir and (found := official.find(name, data_dir)):
         num_classes = {"cifar100": 100, "cifar100/coarse": 20}.get(name, 10)
-        return _joined(found, num_classes, (32, 32, 3))
+        return _counted(name, _joined(found, num_classes, (32, 32, 3)))
     plain = name.partition("/")[0]
     hint = f", or put {official.wanted(plain)} there"
     if data_dir:

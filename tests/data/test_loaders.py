@@ -55,6 +55,15 @@ def test_idx_round_trip(tmp_path, name, suffix):
     assert (got.num_train, got.num_classes, got.client) == (12, 10, None)
 
 
+def test_fewer_rows_than_the_official_files_are_named(tmp_path, monkeypatch):
+    """Those of an archive that was cut between two rows."""
+    write_mnist(tmp_path, "")
+    (line,) = loaders.load("mnist", str(tmp_path)).notes
+    assert line.startswith("mnist has 12 train and 5 test rows here, and 60,000 train")
+    monkeypatch.setitem(loaders.ROWS, "mnist", (12, 5))
+    assert loaders.load("mnist", str(tmp_path)).notes == ()
+
+
 @pytest.mark.parametrize(
     ("name", "folder"),
     [("mnist", "mnist"), ("mnist", "MNIST/raw"), ("fashion_mnist", "FashionMNIST/raw")],
