@@ -30,7 +30,8 @@ def of_options(
     if algorithm is not None:
         reasons = dict(algorithm.unused)
         if algorithm.server is None:
-            reasons["eval_train"] = f"with --algo={config.algo}, which has no server"
+            why = "where no server has a whole model"
+            reasons["eval_train"] = f"with --algo={config.algo}, {why}"
         if not isinstance(hparams, levels.Levels):
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
     values = vars(config) | vars(hparams)
