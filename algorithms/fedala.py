@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, boundary, losses
+from fedjax_pfl import averaging, boundary, losses, shapes
 
 MOST_EPOCHS = 100  # of weights, the first time
 SEEN = 10  # epochs whose losses tell whether they still move
@@ -67,9 +67,14 @@ class HParams(averaging.Averaging):
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
-    """FedALA as pure functions; ValueError if there is no such stage."""
+    """FedALA as pure functions; ValueError without such a stage, or nothing to mix."""
     model, shape = task.model, task.example_shape
     cut = boundary.first_personal(hparams.adaptive_from, model, shape, "adaptive_from")
+    if not jax.tree.leaves(shapes.variables(model, shape).params[cut:]):
+        raise ValueError(
+            f"--adaptive_from={hparams.adaptive_from} leaves --model={model.name} "
+            "without parameters to mix; take a lower stage, or --algo=fedavg"
+        )
     loss_fn = fp.cross_entropy_loss(model)
     one_epoch = fp.plan(hparams, epochs=1)
     of_weights = fp.LocalTraining(client_lr=hparams.adaptive_lr)

@@ -264,16 +264,24 @@ def middle(
     example_shape: tuple[int, ...],
     flag: str = "personal_from",
 ) -> int:
-    """Like `first_personal`, with stages on both sides: 1..L-1, else a ValueError."""
-    cut = first_personal(name, model, example_shape, flag)
-    if not 0 < cut < len(model.stage_names):
-        later = ", ".join(model.stage_names[1:])
+    """Like `first_personal`, with parameters on both sides, else a ValueError."""
+    cut, names = first_personal(name, model, example_shape, flag), model.stage_names
+    params, _ = shapes.variables(model, example_shape)
+    fit = [at for at in range(len(names)) if _cuts(params, at)]
+    if cut not in fit:
+        later = ", ".join(names[at] for at in fit)
+        has_lower = bool(jax.tree.leaves(params[:cut]))
         raise ValueError(
             f"--{flag}={name} leaves --model={model.name} without "
-            f"{'a classifier' if cut else 'an extractor'}; take "
+            f"{'a classifier' if has_lower else 'an extractor'}; take "
             f"{f'one of {later}' if later else SEVERAL_STAGES}"
         )
     return cut
+
+
+def _cuts(params: types.Params, at: int) -> bool:
+    """Whether there are parameters before stage `at`, and from it on."""
+    return all(map(jax.tree.leaves, (params[:at], params[at:])))
 
 
 def schedule(

@@ -5,6 +5,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 import algorithms
@@ -30,7 +31,8 @@ def of_options(
     if algorithm is not None:
         reasons = dict(algorithm.unused)
         if algorithm.server is None:
-            reasons["eval_train"] = f"with --algo={config.algo}, which has no server"
+            why = "where no server has a whole model"
+            reasons["eval_train"] = f"with --algo={config.algo}, {why}"
         if not isinstance(hparams, levels.Levels):
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
     values = vars(config) | vars(hparams)
@@ -56,6 +58,11 @@ def of_options(
         )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizer(config, hparams)
+        if "optimizer_state" in asked and not _keeps_state(config, hparams):
+            out.append(
+                "--optimizer_state=persist has no effect with --client_optimizer="
+                f"{hparams.client_optimizer}, which keeps nothing as it is set; omit it"
+            )
     if config.summary == "best":
         out.append(
             "--summary=best chooses the round by test rows, which makes results too "
@@ -119,6 +126,18 @@ def _of_optimizer(
             f"with --client_optimizer={name}"
         )
     return out
+
+
+def _keeps_state(config: schema.Config, hparams: local_training.LocalTraining) -> bool:
+    """Whether the clients' optimizer keeps something where that is to persist."""
+    if hparams.optimizer_state != "persist":
+        return True
+    points = [dataclasses.replace(hparams, **x) for x in sweep.points(config.sweep)]
+    weight = (jax.ShapeDtypeStruct((1,), np.float32),)
+    states = [
+        jax.eval_shape(lambda w, x=x: optimizer.fresh(x, w), weight) for x in points
+    ]
+    return bool(jax.tree.leaves(states))
 
 
 def of_owners(

@@ -92,9 +92,12 @@ def with_resident_rows(
         rows = jax.tree.leaves(state.private)
         is_grouped = any(leaf.shape[1] != count for leaf in rows)
     if is_grouped:
+        what = "what depends on each client from the first round on"
+        if program.algorithm.by_architecture:
+            what = "the rows of each architecture apart"
         raise ValueError(
-            f"{given}: --algo={config.algo} keeps what depends on each client from the "
-            "first round on, which must be on the device; omit it"
+            f"{given}: --algo={config.algo} keeps {what}, which must be on the device; "
+            "omit it"
         )
     return task, program
 

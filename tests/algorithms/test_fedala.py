@@ -118,6 +118,14 @@ def test_the_mixture_serves(start, problem):
         chex.assert_trees_all_close(plain.layers(one.params), expected, atol=1e-6)
 
 
-def test_an_unknown_stage_is_refused(problem):
-    with pytest.raises(ValueError, match="--adaptive_from=x: --model=tiny has the"):
-        fedala.make(fedala.HParams(adaptive_from="x"), problem.task_of())
+@pytest.mark.parametrize(
+    ("stage", "line"),
+    [
+        ("x", "--adaptive_from=x: --model=tiny has the"),
+        ("none", "--adaptive_from=none leaves --model=tiny without parameters"),
+    ],
+)
+def test_refused(stage, line, problem):
+    """No such stage, and nothing to mix, which would be `fedavg`."""
+    with pytest.raises(ValueError, match=line):
+        fedala.make(fedala.HParams(adaptive_from=stage), problem.task_of())

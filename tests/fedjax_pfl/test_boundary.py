@@ -199,6 +199,20 @@ def test_unknown_stage_is_refused():
         boundary.first_personal("C9", M1, IMAGE)
 
 
+@pytest.mark.parametrize(
+    ("name", "lacks"),
+    [("pool", "an extractor"), ("one", "an extractor"), ("drop", "a classifier")],
+)
+def test_both_sides_have_parameters(name, lacks):
+    """A stage that has none is no side of its own."""
+    layers = {"pool": stages.GlobalAverage(), "one": stages.Dense(3)}
+    layers |= {"two": stages.Dense(3), "drop": stages.Dropout(0.5)}
+    model = stages.chain("model", list(layers.items()))
+    assert boundary.middle("two", model, IMAGE) == 2
+    with pytest.raises(ValueError, match=f"={name} .* without {lacks}; .* one of two$"):
+        boundary.middle(name, model, IMAGE)
+
+
 def test_last_convolution():
     """The last kernel of four dimensions, counted from 1; without any, L - 1."""
     assert boundary.last_convolution(M1, IMAGE) == 3

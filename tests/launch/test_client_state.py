@@ -173,7 +173,7 @@ def test_what_trained_is_saved(vectors, tmp_path):
         ({"algo": "uapdfl", "track_pairs": 2}, "track_pairs=2 reads the same clients"),
         (
             {"algo": "fedmd", "proxy_fraction": 0.1},
-            "--algo=fedmd keeps what depends on each client",
+            "--algo=fedmd keeps the rows of each architecture apart",
         ),
         ({"algo": "fedper", "client_state": "/nowhere"}, "host or a folder to which"),
     ],

@@ -239,7 +239,10 @@ def test_notes_are_shown_once(capsys):
     [
         ({"algo": "local", "server_lr": 0.1}, "--server_lr=0.1 has no effect without"),
         ({"algo": "local", "server_epochs": 5}, "--server_epochs=5 has no effect"),
-        ({"algo": "local", "eval_train": True}, "--eval_train=true has no effect with"),
+        (
+            {"algo": "local", "eval_train": True},
+            "--eval_train=true has no effect with --algo=local, where no server has a",
+        ),
         ({"bucketed": False}, "--bucketed=false has no effect with --algo=fedavg"),
         ({"algo": "local", "server_lr": 0.1, "proxy_fraction": 0.1}, ""),
     ],

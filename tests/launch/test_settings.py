@@ -571,6 +571,24 @@ def test_momentum_of_optimizers_that_have_none(name):
         assert found == wanted * name.startswith("adam")
 
 
+@pytest.mark.parametrize(
+    ("given", "is_noted"),
+    [
+        ({}, True),
+        ({"client_momentum": 0.9}, False),
+        ({"sweep": "client_momentum=0,0.9"}, False),
+        ({"client_optimizer": "adam"}, False),
+    ],
+)
+def test_a_state_that_persists(given, is_noted):
+    """Plain SGD has none; a preset may ask for it, so it is allowed."""
+    made = resolved(algo="fedavg", optimizer_state="persist", **given)
+    found = notes.of_options(*made, asked={"optimizer_state"})
+    line = "--optimizer_state=persist has no effect with --client_optimizer=sgd, "
+    assert [one.startswith(line) for one in found] == [True] * is_noted
+    assert notes.of_options(*made) == []
+
+
 def test_adamw_without_decay_is_adam():
     """Unlike optax's, whose default is not 0."""
     (line,) = notes.of_options(*resolved(algo="fedavg", client_optimizer="adamw"))
