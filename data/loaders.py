@@ -91,17 +91,16 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
-    wanted = ", ".join(sum(IDX_FILES, ()))
-    folders, hint = [], f", or put the IDX files {wanted}, plain or .gz, there"
-    if data_dir:
-        folders += [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
-        hint += _looked(*folders)
-        folders += [pathlib.Path(data_dir) / TORCHVISION[name] / "raw"]
-    if name == "fashion_mnist":
-        folders += [DEBIAN_FASHION]
-        hint += ", or install Debian's dataset-fashion-mnist"
+    given = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name] if data_dir else []
+    folders = [*given, given[0] / TORCHVISION[name] / "raw"] if given else []
+    folders += [DEBIAN_FASHION] * (name == "fashion_mnist")
     paths = _find_idx(folders)
     if not paths:
+        wanted = ", ".join(sum(IDX_FILES, ()))
+        hint = f", or put the IDX files {wanted}, plain or .gz, there"
+        hint += _looked(*given) if given else ""
+        if name == "fashion_mnist":
+            hint += ", or install Debian's dataset-fashion-mnist"
         return _tfds(name, data_dir, hint)
     with files.named(f"{paths[0].parent}"):
         found = {path.name: read_idx(path) for path in paths}
