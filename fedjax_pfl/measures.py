@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy import stats
 
 from fedjax_pfl import metric_kinds, stacked
 
@@ -132,6 +131,8 @@ def _auc(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     Ties count one half, as the mean of their ranks does.
     """
+    from scipy import stats  # takes longer to import than jax
+
     label, logits = rows["label"][..., None], rows["logits"]
     # Missing rows have the last ranks, which are not counted.
     score = np.where(label, logits - _logsumexp(logits), 1.0)

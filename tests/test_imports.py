@@ -202,7 +202,7 @@ def test_a_name_would_be_found(tmp_path):
 def test_a_command_imports_no_slow_library(module):
     """Each takes longer than the rest together, and few runs need it."""
     slow = "flax.nnx", "IPython", "pandas", "PIL", "matplotlib", "tensorflow", "sklearn"
-    slow += "tensorflow_datasets", "mlxtend", "safetensors"
+    slow += "tensorflow_datasets", "mlxtend", "safetensors", "scipy.stats"
     code = f"import sys, {module}; print([n for n in {slow} if n in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
