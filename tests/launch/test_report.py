@@ -42,6 +42,16 @@ def folders(tmp_path_factory):
     return [folder / algo for algo in ("fedavg", "local", "fedper")]
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages have their pictures' places and captions, and no time to draw is spent."""
+
+    def shown(figure, caption):
+        return {"svg": "<svg></svg>", "caption": caption}
+
+    monkeypatch.setattr(svg, "shown", shown)
+
+
 class Page(HTMLParser):
     """The cells of a page's tables, its text, and what it would load."""
 
@@ -70,7 +80,7 @@ class Page(HTMLParser):
             pass
 
 
-def test_numbers_are_the_summaries(folders):
+def test_numbers_are_the_summaries(folders, undrawn):
     """Means, spreads, differences to the control, bytes; the best in bold."""
     text = page_lib.page(page_lib.read(folders))
     page = Page(text)
@@ -113,7 +123,7 @@ def test_it_is_whole(folders):
     assert len(text) < 3_000_000
 
 
-def test_curves_that_move_come_first(folders):
+def test_curves_that_move_come_first(folders, undrawn):
     """A constant metric is named and not drawn; a single run has no legend."""
     entry = page_lib.read(folders[:1])[0]
     section = drawn.sections([entry], words.metric("client_accuracy"))[0]
@@ -130,7 +140,7 @@ def test_curves_that_move_come_first(folders):
     assert '<div class="legend">' not in text and "is bold" not in text
 
 
-def test_columns_of_one_value(folders):
+def test_columns_of_one_value(folders, undrawn):
     """They are a sentence below the table, and machines are lines if they differ."""
     first, second = page_lib.read([folders[0], folders[2]])
     same = second._replace(run=second.run._replace(summary=first.summary))
@@ -175,14 +185,14 @@ def test_sheets_side_by_side():
     assert found.notes == ["n", "MB: no."]
 
 
-def test_names_are_text(folders):
+def test_names_are_text(folders, undrawn):
     """Whatever a title holds."""
     text = page_lib.page(page_lib.read(folders[:1]), title="<b>&</b>")
     assert "&lt;b&gt;&amp;&lt;/b&gt;" in text
     assert "to see the gain of each client" in text
 
 
-def test_runs_of_two_data_sets(folders, tmp_path):
+def test_runs_of_two_data_sets(folders, undrawn, tmp_path):
     """No difference between their accuracies is told; differing rules are."""
     source = synthetic.blobs(240, (8, 8, 1), 4)
     np.savez(tmp_path / "other.npz", x=source.image[::-1], y=source.label)
@@ -197,7 +207,7 @@ def test_runs_of_two_data_sets(folders, tmp_path):
     assert f"build.load('{folders[0]}', dataset=...).run()" in page.text
 
 
-def test_a_table_of_a_paper(folders):
+def test_a_table_of_a_paper(folders, undrawn):
     """Its notes, titles and numbers, as they are in Markdown."""
     grids = [
         sheets.Grid("IID", "1 seed(s)", ["A", "B"], [("x", ["1.25", "2"])]),
@@ -217,7 +227,7 @@ def test_a_table_of_a_paper(folders):
     )
 
 
-def test_the_command(folders, tmp_path, capsys):
+def test_the_command(folders, undrawn, tmp_path, capsys):
     """A page, or one line."""
     path = tmp_path / "deep" / "page.html"
     argv = ["report", *map(str, folders), f"--output={path}"]
@@ -237,7 +247,7 @@ def test_the_command(folders, tmp_path, capsys):
         report.command(["report"])
 
 
-def test_of_a_reproduced_table(folders, tmp_path, monkeypatch, capsys):
+def test_of_a_reproduced_table(folders, undrawn, tmp_path, monkeypatch, capsys):
     """Cells that are done, under their names; without one there is no page."""
     monkeypatch.chdir(tmp_path)
     argv = ["reproduce", "cdkt.table1", "--dataset=mnist_5k", "--row=FedAvg"]
