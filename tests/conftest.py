@@ -51,7 +51,7 @@ FLAGS = """--model=mlp --devices=1 --num_clients=4 --clients_per_round=2
 SIX = {"preset": "none", "model": "mlp", "devices": 1, "rounds": 2}
 SIX |= {"num_clients": 6, "clients_per_round": 3, "local_epochs": 1}
 # Above so many bytes a worker forgets the programs that its tests compiled.
-MEMORY = 1_800_000_000
+MEMORY = 800_000_000
 
 
 @pytest.fixture(scope="session")
