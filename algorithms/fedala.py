@@ -41,7 +41,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, boundary, losses, shapes
+from fedjax_pfl import averaging, boundary, losses, options, shapes
 
 MOST_EPOCHS = 100  # of weights, the first time
 SEEN = 10  # epochs whose losses tell whether they still move
@@ -59,10 +59,16 @@ class HParams(averaging.Averaging):
         "share of the examples on which weights are learned [s]",
         above=0,
         maximum=1,
+        needs={"adaptive_lr": options.ON},
+        is_noted=True,
     )
     adaptive_lr: float = fp.option(1.0, "step size of the weights [eta]", minimum=0)
     adaptive_threshold: float = fp.option(
-        0.01, "standard deviation of losses at which the first training ends", minimum=0
+        0.01,
+        "standard deviation of losses at which the first training ends",
+        minimum=0,
+        needs={"adaptive_lr": options.ON},
+        is_noted=True,
     )
 
 

@@ -45,7 +45,7 @@ import dataclasses
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import distances, losses, prototypes, proxy, shapes, stacked
+from fedjax_pfl import distances, losses, options, prototypes, proxy, shapes, stacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,8 @@ class HParams(fp.LocalTraining):
         "examples",
         "distance to prototypes: mean square over examples, or L2 of a batch's means",
         choices=("examples", "means"),
+        needs={"prototype_weight": options.ON},
+        is_noted=True,
     )
     aggregation: str = fp.option(
         "examples", "weights of a class's mean", choices=("examples", "uniform")

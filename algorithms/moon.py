@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, boundary, distances, losses, proxy
+from fedjax_pfl import averaging, boundary, distances, losses, options, proxy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,13 @@ class HParams(averaging.Averaging):
     contrastive_weight: float = fp.option(
         1.0, "weight of the contrastive loss [mu]", minimum=0
     )
-    temperature: float = fp.option(0.5, "temperature of similarities [tau]", above=0)
+    temperature: float = fp.option(
+        0.5,
+        "temperature of similarities [tau]",
+        above=0,
+        needs={"contrastive_weight": options.ON},
+        is_noted=True,
+    )
 
 
 def similarity(first: jax.Array, second: jax.Array) -> jax.Array:

@@ -42,14 +42,17 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, local_training, rng
+from fedjax_pfl import averaging, local_training, options, rng
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
     inner_lr: float = fp.option(0.01, "rate of the adapting step [alpha]", minimum=0)
     hessian_free: bool = fp.option(
-        False, "second-order steps, by differences of gradients (HF)"
+        False,
+        "second-order steps, by differences of gradients (HF)",
+        needs={"inner_lr": options.ON},
+        is_noted=True,
     )
     difference: float = fp.option(
         0.001,

@@ -28,7 +28,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, distances, local_training, losses, types
+from fedjax_pfl import averaging, distances, local_training, losses, options, types
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,13 @@ class HParams(averaging.Averaging):
     self_distill_weight: float = fp.option(
         0.5, "weight of distillation from the own last model [lambda]", minimum=0
     )
-    temperature: float = fp.option(3.0, "temperature of kl [tau]", above=0)
+    temperature: float = fp.option(
+        3.0,
+        "temperature of kl [tau]",
+        above=0,
+        needs={"self_distill_weight": options.ON},
+        is_noted=True,
+    )
     aggregation: str = fp.option(
         "uniform", "weights of the server's mean", choices=("examples", "uniform")
     )

@@ -189,6 +189,8 @@ def declared():
 
 
 DECLARED = """
+adaptive_share notes adaptive_lr=on
+adaptive_threshold notes adaptive_lr=on
 adjacency needs topology=file !
 augment only images
 c_gen only images
@@ -206,6 +208,7 @@ exclusive needs levels=fixed
 first_layer needs layer_dropping=true
 fixed_graph needs topology=random/regular/erdos_renyi
 h_denominator needs feddyn_alpha=on
+hessian_free notes inner_lr=on
 image_channels only images
 image_size only images
 label only tables
@@ -223,6 +226,7 @@ owners only owned texts
 partition_alpha notes partition=client_dirichlet/dirichlet/pfllib_dirichlet
 partition_draw notes partition=client_dirichlet/pathological
 personal_from excludes layer_dropping=on
+prototype_loss notes prototype_weight=on
 proximal_weight needs layer_personalization=true
 proxy_fraction only images
 public_set excludes proxy_fraction=on
@@ -238,6 +242,8 @@ teacher_level needs distill_target=kd/pt/sim/pt_sim
 teacher_model needs distill_target=kd/pt/sim/pt_sim
 teacher_width needs distill_target=kd/pt/sim/pt_sim
 temperature needs transfer=head
+temperature notes contrastive_weight=on
+temperature notes self_distill_weight=on
 text_length only texts
 train_share only images
 unseen_clients excludes eval_sample=on
