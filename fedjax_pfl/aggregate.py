@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import boundary, stacked, types
-from fedjax_pfl.rows import tiled
+from fedjax_pfl.rows import exchange, tiled
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
@@ -17,7 +17,7 @@ def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Arra
     int32[C]) or `uniform`. `row_mask` bool[C] is True on real rows.
     """
     raw = num_examples if kind == "examples" else jnp.ones_like(num_examples)
-    raw = jnp.where(row_mask, raw.astype(jnp.float32), 0)
+    raw = exchange.everywhere(jnp.where(row_mask, raw.astype(jnp.float32), 0))
     return raw / jnp.maximum(raw.sum(), 1)
 
 
@@ -66,6 +66,7 @@ def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
     bool[...], whether any row holds it.
     """
     raw = jax.tree.map(lambda m: jnp.where(m, stacked.column(weight, m), 0), mask)
+    raw = exchange.everywhere(raw)
     total = jax.tree.map(lambda r: r.sum(0), raw)
     share = jax.tree.map(lambda r, t: r / jnp.where(t > 0, t, 1), raw, total)
     return share, jax.tree.map(lambda t: t > 0, total)

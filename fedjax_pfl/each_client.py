@@ -341,9 +341,12 @@ def update(
         [1.0, 12.0]
     """
     steps, positions = cohort.plans[plan].split()
-    if own is None:
-        own = state.rows(cohort)
-    opt_state = exchange.take(state.opt_state, cohort.row)
+    own, steps, reduce = exchange.everywhere((own, steps, reduce))
+    row = exchange.behind(cohort.row, (state.round, shared))
+    if own is None:  # both in the same trips
+        own, opt_state = exchange.take(state.private, row)
+    else:
+        opt_state = exchange.take(state.opt_state, row, own)
     rows = _clients(task, cohort, own, opt_state, steps)
 
     def one(row: Client, given: Any, bound: Any, local: Any, **level: int) -> Any:
@@ -366,6 +369,9 @@ def update(
         positions,
     )
     kept, *total = out if reduce is not None else (out,)
+    kept = exchange.everywhere(kept)
+    numbers = list(filter(exchange.is_number, jax.tree.leaves(kept)))
+    state = state.replace(round=exchange.behind(state.round, (numbers, total)))
     return kept, *total, _with_opt_states(state, cohort, kept)
 
 
@@ -385,8 +391,8 @@ def _with_opt_states(
             "state; train one of them with client.fresh()"
         )
     for new in found:
-        kept = exchange.put(state.opt_state, cohort.row, new)
-        state = state.replace(opt_state=kept)
+        kept, number = exchange.put(state.opt_state, cohort.row, new, state.round)
+        state = state.replace(opt_state=kept, round=number)
     return state
 
 
@@ -460,8 +466,10 @@ def over_clients(
 
     def on_device(mine: Any, shared: Any, local: Any) -> Any:
         rows, num_steps, level, reduce = mine
+        num_steps = exchange.behind(num_steps, rows)
         num_rows = num_steps.shape[0]
         chunk = min(how.chunk, num_rows)
+        mine = rows, num_steps, level, reduce
 
         def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
             bound = num_steps.max() if fixed_steps is None else np.int32(fixed_steps)

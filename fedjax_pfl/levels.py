@@ -26,6 +26,7 @@ from fedjax_pfl import (
     traffic,
     types,
 )
+from fedjax_pfl.rows import exchange
 
 option = options.option
 
@@ -236,7 +237,8 @@ class Submodel(NamedTuple):
 
 def holders(cohort: types.Cohort, model: types.Model) -> jax.Array:
     """bool[C, L]: the stages that the client of each real row holds."""
-    return held(cohort.level, model) & cohort.row_mask[:, None]
+    found = held(cohort.level, model) & cohort.row_mask[:, None]
+    return exchange.everywhere(found)
 
 
 def first_stages(task: types.Task, model: types.Model) -> Submodel:

@@ -253,8 +253,9 @@ def _one_after_another(how: types.Execution) -> dict[str, Any]:
     """Compiler options where private rows travel between the devices of a CPU.
 
     By default XLA starts operations as soon as they can start. Two collectives at once
-    then wait in more threads than there are, each for the other's, and never end. With
-    its other schedule this was not seen.
+    may wait in more threads than there are, each for the other's, and never end. The
+    trips of rows wait for what an algorithm's `Round` does (`rows.exchange`), but not
+    for what a user's computes beside it. With XLA's other schedule no run hung.
     """
     chosen = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
     return chosen if how.platform == "cpu" and how.shares_rows else {}

@@ -526,11 +526,11 @@ class Cohort:
 
     def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
         """Round `index` of a window, for clients with train examples int32[K]."""
-        one = stacked.at(self.replace(plans={}), index)
+        one = exchange.everywhere(stacked.at(self.replace(plans={}), index))
         owned = jnp.take(num_examples, one.client_id, mode="clip")
         owned = jnp.where(one.row_mask, owned, 0).astype(jnp.int32)
         plans = {name: plan.of_round(index, owned) for name, plan in self.plans.items()}
-        return one.replace(plans=plans)
+        return exchange.everywhere(one.replace(plans=plans))
 
 
 @struct.dataclass
@@ -582,9 +582,11 @@ class RoundState:
         `clients`; None = no client's row has changed. `changed` are other changed
         fields: `server=`, or all of `clients=`.
         """
+        number = exchange.behind(self.round, changed)
         if rows is not None:
-            changed["clients"] = exchange.put(self.clients, cohort.row, rows)
-        return self.replace(round=self.round + 1, **changed)
+            given = self.clients, cohort.row, rows, number
+            changed["clients"], number = exchange.put(*given)
+        return self.replace(round=number + 1, **changed)
 
 
 @struct.dataclass

@@ -6,6 +6,12 @@ trained one goes back. Only rows of the cohort travel. GPUs and TPUs send each t
 one device that wants it (`ragged_all_to_all`). CPUs have no such operation. Their
 devices send each other equally many places, as often as it takes, and what is at home
 already is not sent.
+
+On a CPU these trips must not run beside another communication, since both may keep as
+many threads as there are. XLA waits where one depends on the other's result, and starts
+what follows a loop in the program before the loop has ended. So trips that bring rows
+back depend on what was computed before, by way of the number of the round (`behind`),
+and sums over the clients' numbers are taken without communication (`everywhere`).
 """
 
 from collections.abc import Callable
@@ -16,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from fedjax_pfl import execution, over_devices, stacked
-from fedjax_pfl.rows import tiled
+from fedjax_pfl.rows import tiled, views
 
 # A device has room for this many bytes of rows that travel at once.
 TRAVELLING_BYTES = 64 << 20
@@ -26,17 +32,18 @@ _AXIS = "clients"
 _MINE, _ALL = PartitionSpec(_AXIS), PartitionSpec()
 
 
-def take(tree: Any, row: jax.Array) -> Any:
+def take(tree: Any, row: jax.Array, known: Any = ()) -> Any:
     """Private rows at slots int32[C] of leaves [R, ...]; padding reads any row.
 
-    Where rows are shared out, each device has C / D of the result, leaves [C, ...].
+    Where rows are shared out, each device has C / D of the result, leaves [C, ...], and
+    the numbers [C] in it. Rows travel behind `known`, leaves [C, ...].
     """
     if not _is_shared(tree):
         return tiled.take(tree, row)
 
-    def on_device(tree: Any, row: jax.Array) -> Any:
-        if execution.setting().platform not in RAGGED:
-            return _Trips.of(tree, row).take(tree)
+    def on_device(tree: Any, row: jax.Array, known: Any) -> Any:
+        if _makes_trips():
+            return _Trips.of(tree, behind(row, known)).take(tree)
 
         def with_part(out: Any, part: jax.Array, first: Any) -> Any:
             found = _Table.of(tree, part).take(tree)
@@ -48,21 +55,25 @@ def take(tree: Any, row: jax.Array) -> Any:
         )
         return _in_parts(with_part, out, tree, row)
 
-    return _mapped(on_device, (_MINE, _ALL))(tree, row)
+    found = _mapped(on_device, (_MINE, _ALL, _MINE))(tree, row, known)
+    return everywhere(found)
 
 
-def put(tree: Any, row: jax.Array, values: Any) -> Any:
+def put(
+    tree: Any, row: jax.Array, values: Any, round: jax.Array
+) -> tuple[Any, jax.Array]:
     """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`.
 
-    Padding (from R on) is dropped.
+    Padding (from R on) is dropped. `round` int32[] is the number of the round, behind
+    which rows travel. Returns the rows, and `round` behind them.
     """
     if not _is_shared(tree):
-        return stacked.put(tree, row, values)
+        return stacked.put(tree, row, values), round
+
+    def by_trips(tree: Any, row: jax.Array, values: Any) -> Any:
+        return _Trips.of(tree, row).put(tree, values)
 
     def on_device(tree: Any, row: jax.Array, values: Any) -> Any:
-        if execution.setting().platform not in RAGGED:
-            return _Trips.of(tree, row).put(tree, values)
-
         def with_part(tree: Any, part: jax.Array, first: Any) -> Any:
             cut = jax.lax.dynamic_slice_in_dim
             mine = jax.tree.map(lambda x: cut(x, first, part.shape[1]), values)
@@ -70,7 +81,52 @@ def put(tree: Any, row: jax.Array, values: Any) -> Any:
 
         return _in_parts(with_part, tree, tree, row)
 
-    return _mapped(on_device, (_MINE, _ALL, _MINE))(tree, row, values)
+    specs = _MINE, _ALL, _MINE
+    if not _makes_trips():
+        return _mapped(on_device, specs)(tree, row, values), round
+    row, values = row + _zero(round), everywhere(values)
+    rows, trips = _mapped(by_trips, specs, (_MINE, _ALL))(tree, row, values)
+    return rows, round + _zero(trips)
+
+
+def behind(number: jax.Array, known: Any) -> jax.Array:
+    """The same integers, which XLA computes from what a device knows: any arrays."""
+    if not _makes_trips():
+        return number
+    for leaf in jax.tree.leaves(known):
+        if jnp.size(leaf) and not views.is_key(leaf):
+            first = jnp.asarray(leaf)[(0,) * jnp.ndim(leaf)].astype(jnp.float32)
+            bits = jax.lax.bitcast_convert_type(first, jnp.int32)
+            number = number + _zero(jax.lax.shift_right_logical(bits, jnp.int32(1)))
+    return number
+
+
+def _zero(number: jax.Array) -> jax.Array:
+    """A 0 that XLA takes for a result of `number`, int32[], which is never below 0."""
+    return jnp.minimum(number, 0)
+
+
+def is_number(leaf: jax.Array) -> bool:
+    """Whether a leaf [C, ...] has clients' numbers: [C], or integers, bools [C, n]."""
+    is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return leaf.ndim == 1 or (leaf.ndim == 2 and not is_float)
+
+
+def everywhere(tree: Any) -> Any:
+    """A tree in which every device has the numbers of all clients, if trips are made.
+
+    Sums over them then need no communication, for which trips would have to wait.
+    """
+    if not _makes_trips():
+        return tree
+    where = jax.sharding.NamedSharding(execution.setting().owners, _ALL)
+
+    def one(leaf: Any) -> Any:
+        if not is_number(leaf):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, where)
+
+    return jax.tree.map(one, tree)
 
 
 def are_finite(tree: Any, row: jax.Array) -> jax.Array:
@@ -86,11 +142,19 @@ def are_finite(tree: Any, row: jax.Array) -> jax.Array:
     return _mapped(on_device, (_MINE, _ALL))(tree, row).all()
 
 
+def _makes_trips() -> bool:
+    """Whether rows are shared out, by devices that cannot send each on its own."""
+    setting = execution.setting()
+    return setting.owners is not None and setting.platform not in RAGGED
+
+
 def _is_shared(tree: Any) -> bool:
     return execution.setting().owners is not None and bool(jax.tree.leaves(tree))
 
 
-def _mapped(on_device: Callable[..., Any], specs: tuple) -> Callable[..., Any]:
+def _mapped(
+    on_device: Callable[..., Any], specs: tuple, out_specs: Any = _MINE
+) -> Callable[..., Any]:
     """Maps `(tree, row, ...)` over the devices.
 
     The slots int32[C] become int32[D, C / D], those that each device trains.
@@ -100,7 +164,7 @@ def _mapped(on_device: Callable[..., Any], specs: tuple) -> Callable[..., Any]:
     def one(tree: Any, row: jax.Array, *others: Any) -> Any:
         return on_device(tree, row.reshape(mesh.size, -1), *others)
 
-    return over_devices.mapped(one, mesh, specs, _MINE)
+    return over_devices.mapped(one, mesh, specs, out_specs)
 
 
 def _room(tree: Any, devices: int) -> int:
@@ -266,15 +330,15 @@ class _Trips(NamedTuple):
 
         return jax.lax.fori_loop(0, self.count, trip, tiled.take(tree, self.home))
 
-    def put(self, tree: Any, values: Any) -> Any:
-        """As `_Table.put`."""
+    def put(self, tree: Any, values: Any) -> tuple[Any, jax.Array]:
+        """As `_Table.put`, and the trips made, int32[]."""
 
-        def trip(index: jax.Array, tree: Any) -> Any:
-            given, got = self.of_trip(index)
+        def trip(index: jax.Array, carry: Any) -> Any:
+            (given, got), (tree, made) = self.of_trip(index), carry
             found = self._sent(stacked.take(values, got.reshape(-1)))
-            return stacked.put(tree, given.reshape(-1), found)
+            return stacked.put(tree, given.reshape(-1), found), made + 1
 
-        start = stacked.put(tree, self.home, values)
+        start = stacked.put(tree, self.home, values), jnp.int32(0)
         return jax.lax.fori_loop(0, self.count, trip, start)
 
     def _sent(self, rows: Any) -> Any:

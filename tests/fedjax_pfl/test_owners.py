@@ -1,5 +1,7 @@
 """Private rows shared out over devices: where they are, and how they travel."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,14 +87,16 @@ def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
         with execution.over_devices(how):
             taken = exchange.take(tree, row)
             more = jax.tree.map(lambda leaf: leaf + 100, taken)
-            return taken, exchange.put(tree, row, more)
+            return taken, *exchange.put(tree, row, more, jnp.int32(7))
 
     mapped = jax.jit(jax.vmap(both, (0, None)))
     compiled = mapped.lower(placed, row).compile()
     if not is_ragged:
         assert "all-to-all" in compiled.as_text()
-        assert "all-gather" not in compiled.as_text()
-    taken, put = compiled(placed, row)
+        gathered = set(re.findall(r"= (\S+?)\{.* all-gather", compiled.as_text()))
+        assert gathered <= {"s32[2,20]", "s32[20,2]"}  # the number of each client
+    taken, put, number = compiled(placed, row)
+    assert (number == 7).all()
     assert taken["a"].addressable_shards[0].data.shape == (2, 5, 3)
     held = layout.slots
     for name, leaf in rows.items():

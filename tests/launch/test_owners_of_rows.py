@@ -1,5 +1,6 @@
 """Rows shared out over four devices: a run as on one, to rounding."""
 
+import math
 import re
 
 import chex
@@ -12,7 +13,7 @@ from algorithms import local
 from data import plan
 from fedjax_pfl import types
 from launch import build
-from tests import vectors
+from tests import programs, vectors
 
 pytestmark = pytest.mark.usefixtures("narrow")
 K = 30
@@ -82,9 +83,14 @@ def test_as_on_one_device(case, vectors):
         experiment.run(progress=False)
     assert_alike(one, four)
     (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
-    # The server's logits and embeddings on the proxy set, of which each device has some
-    assert text.count(" all-gather(") == (2 if case == "cdkt" else 0)
     assert " all-to-all(" in text
+    assert programs.beside_loops(text) == []
+    gathered = re.findall(r" = f32\[([\d,]*)\]\S* all-gather\(", text)
+    sizes = [math.prod(map(int, one.split(","))) for one in gathered]
+    # Numbers of the clients alone, but for the server's logits and embeddings on the
+    # proxy set, of which each device has some
+    places = CASES[case].get("num_seeds", 1) * 8
+    assert len([n for n in sizes if n != places]) == (2 if case == "cdkt" else 0)
     rows = jax.tree.leaves(four.simulation.calls[0].state.private)
     # 30 clients on 4 devices have 8 rows on each.
     assert all(x.addressable_shards[0].data.shape[1] == 8 for x in rows)
@@ -93,6 +99,23 @@ def test_as_on_one_device(case, vectors):
         for client in (0, chosen, K - 1, None):
             found = [e.predict(client, vectors[0][:5]) for e in (one, four)]
             np.testing.assert_allclose(*found, atol=1e-6)
+
+
+@SLOW
+@pytest.mark.parametrize("state", ["reset", "persist"])
+@pytest.mark.parametrize(
+    "algo",
+    ["apfl", "ditto", "fedala", "fedd2s", "fedper", "fedrod", "lg_fedavg", "moon"]
+    + ["pfedme"],
+)
+def test_trips_wait(algo, state, vectors):
+    """No other communication is under way, whatever a method sums."""
+    options = {"rounds": 1, "optimizer_state": state, "client_momentum": 0.5}
+    four = made(vectors, 4, algo=algo, **options)
+    four.run(progress=False)
+    (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
+    assert " all-to-all(" in text
+    assert programs.beside_loops(text) == []
 
 
 @pytest.mark.parametrize(
