@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html as html_lib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.folder import record
@@ -39,7 +39,7 @@ class Value(NamedTuple):
 
     text: str
     mean: float | None = None
-    std: float = 0.0
+    std: float | None = None
     is_best: bool = False
     mark: str = ""
     p: float | None = None
@@ -81,35 +81,28 @@ class Table(NamedTuple):
             for one in self.columns
         ]
 
-    def _lines(self, bold: str) -> list[list[str]]:
-        """The texts of each row; `bold` has a place `{}`."""
-        lines = []
-        for index in range(len(self.rows)):
-            values = [column.values[index] for column in self.columns]
-            lines.append(
-                [
-                    (bold.format(v.text) if v.is_best else v.text) + MARKS[v.mark]
-                    for v in values
-                ]
-            )
-        return lines
+    def _lines(
+        self, bold: str, escape: Callable[[str], str] = str
+    ) -> Iterator[tuple[str, list[str]]]:
+        """The escaped name and texts of each row; `bold` has a place `{}`."""
+        values = zip(*(column.values for column in self.columns), strict=True)
+        for name, row in zip(self.names, values, strict=True):
+            texts = []
+            for value in row:
+                text = (bold if value.is_best else "{}").format(escape(value.text))
+                texts.append(text + escape(MARKS[value.mark]))
+            yield escape(name), texts
 
     def to_markdown(self) -> str:
         """The table as Markdown, with its notes."""
-        head = "| | " + " | ".join(self.heads()) + " |"
-        body = [
-            f"| {name} | " + " | ".join(line) + " |"
-            for name, line in zip(self.names, self._lines("**{}**"), strict=True)
-        ]
-        rule = "|---|" + "---|" * len(self.columns)
-        return "\n".join([head, rule, *body, "", *self.notes, ""])
+        lines = sheets.lines(self.heads(), self._lines("**{}**"))
+        return "\n".join([*lines, "", *self.notes, ""])
 
     def to_html(self) -> str:
         """The table as an element `<table>`, with its notes below."""
         cells = "".join(f"<th>{html_lib.escape(one)}</th>" for one in self.heads())
         body = ""
-        escaped = self._map(html_lib.escape)
-        for name, line in zip(escaped.rows, escaped._lines("<b>{}</b>"), strict=True):
+        for name, line in self._lines("<b>{}</b>", html_lib.escape):
             body += f"<tr><th>{name}</th>{''.join(f'<td>{v}</td>' for v in line)}</tr>"
         notes = "<br>".join(map(html_lib.escape, self.notes))
         return f"<table><tr><th></th>{cells}</tr>{body}</table><p>{notes}</p>"
@@ -119,10 +112,7 @@ class Table(NamedTuple):
     def to_latex(self) -> str:
         """The table as LaTeX, which needs no package, with its notes below."""
         settings = list(dict.fromkeys(one.setting for one in self.columns))
-        lines = [
-            r"\begin{tabular}{l" + "r" * len(self.columns) + "}",
-            r"\hline",
-        ]
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}", r"\hline"]
         if len(settings) > 1:
             counts = [sum(c.setting == s for c in self.columns) for s in settings]
             groups = [
@@ -132,14 +122,8 @@ class Table(NamedTuple):
             lines.append(" & ".join(["", *groups]) + r" \\")
         titles = [_latex(_head(one.metric)) for one in self.columns]
         lines += [" & ".join(["Method", *titles]) + r" \\", r"\hline"]
-        escaped = self._map(_latex)
-        for name, line in zip(
-            escaped.rows, escaped._lines(r"\textbf{{{}}}"), strict=True
-        ):
-            marked = [
-                "".join(_LATEX.get(c, c) if c in "†‡" else c for c in v) for v in line
-            ]
-            lines.append(" & ".join([name, *marked]) + r" \\")
+        for name, line in self._lines(r"\textbf{{{}}}", _latex):
+            lines.append(" & ".join([name, *line]) + r" \\")
         lines += [r"\hline", r"\end{tabular}"]
         notes = [_latex(note) for note in self.notes]
         if notes:
@@ -148,7 +132,7 @@ class Table(NamedTuple):
 
     def to_sheet(self, title: str) -> sheets.Sheet:
         """The table for a page of runs: of several settings a grid for each metric."""
-        lines, settings = self._lines("**{}**"), [one.setting for one in self.columns]
+        settings = [one.setting for one in self.columns]
         groups = {"": range(len(settings))}
         if len(set(settings)) > 1:
             titles = [_head(one.metric) for one in self.columns]
@@ -159,8 +143,8 @@ class Table(NamedTuple):
         grids = []
         for group, numbers in groups.items():
             heads = [settings[n] if group else self.heads()[n] for n in numbers]
-            cells = [[line[n] for n in numbers] for line in lines]
-            rows = list(zip(self.names, cells, strict=True))
+            lines = self._lines("**{}**")
+            rows = [(name, [line[n] for n in numbers]) for name, line in lines]
             grids.append(sheets.Grid("", group, heads, rows))
         return sheets.Sheet(title, self.notes, grids)
 
@@ -174,23 +158,11 @@ class Table(NamedTuple):
         out = {}
         for head, column in zip(self.heads(), self.columns, strict=True):
             scale = min(column.metric.scale, 1)
-            for part in ("mean", "std", "p", "p_best"):
-                found = [
-                    None if value.mean is None else getattr(value, part)
-                    for value in column.values
-                ]
-                if part in ("mean", "std") and scale != 1:
-                    found = [None if one is None else scale * one for one in found]
-                out[head, part] = found
+            scales = {"mean": scale, "std": scale, "p": 1, "p_best": 1}
+            for part, factor in scales.items():
+                found = [getattr(value, part) for value in column.values]
+                out[head, part] = [one and factor * one for one in found]
         return pandas.DataFrame(out, index=pandas.Index(self.rows, name="method"))
-
-    def _map(self, change: Any) -> Table:
-        """The table with changed texts."""
-        columns = [
-            one._replace(values=[v._replace(text=change(v.text)) for v in one.values])
-            for one in self.columns
-        ]
-        return self._replace(rows=list(map(change, self.names)), columns=columns)
 
     def __str__(self) -> str:
         return self.to_markdown()
