@@ -128,13 +128,7 @@ _HEADLINE = re.compile(
     r"|((client|trained)_)?masked_perplexity"
 )
 HEADLINES = tuple(filter(_HEADLINE.fullmatch, TITLES))
-_NEITHER_BETTER = (
-    "best_round",
-    "exits_disagree",
-    "dropped_later",
-    "dropped",
-    "critical",
-)
+_NEITHER_BETTER = re.compile(r"best_round|exits_disagree|dropped(_later)?|critical")
 _LOWER_BETTER = re.compile(
     r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?|bytes_(up|down)|clock"
 )
@@ -159,7 +153,7 @@ def metric(
     """How a metric is shown; `known` are declared kinds, `classes` as in `title`."""
     kind, better = metric_kinds.of(name, known), "higher"
     plain = name.removeprefix(metric_kinds.VALIDATION)
-    if plain in _NEITHER_BETTER:
+    if _NEITHER_BETTER.fullmatch(plain):
         better = ""
     elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
@@ -229,17 +223,15 @@ def headline(
             texts.sort(key=lambda text: (text == "nan", float(text)))
             out[name] = " to ".join(dict.fromkeys((texts[0], texts[-1])))
         return out
-    shared = set.intersection(*(set(record) for record in records))
+    shared = set.intersection(*map(set, records))
     # C-Spec, C-Gen and C-Per replace the clients' accuracy.
     hidden = {"client_accuracy"} if "c_gen" in shared else set()
 
     def mean(name: str) -> float:
         return sum(record[name] for record in records) / len(records)
 
-    out = {}
-    for name in headlines(shared - hidden):
-        how = metric(name)
-        out[how.title] = f"{how.scale * mean(name):.{how.digits}f}"
+    known = map(metric, headlines(shared - hidden))
+    out = {how.title: f"{how.scale * mean(how.name):.{how.digits}f}" for how in known}
     loss = {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
     return out | loss
 
