@@ -102,13 +102,11 @@ def _given(run: record.Record) -> dict[str, str]:
     usual |= presets.values(preset, facts) | {"preset": entry.preset}
     usual["client_model"] = flags.get("model")
     texts = {name: options_lib.text(value) for name, value in usual.items()}
-    unsure = {
-        name
-        for _, rule in presets.rules(preset)
-        if rule.when.keys() & _OF_DATA
-        and presets.Rule(_known(rule.when), {}).holds(facts)
-        for name in rule.options
-    }
+    unsure: set[str] = set()
+    for _, rule in presets.rules(preset):
+        known = {name: one for name, one in rule.when.items() if name not in _OF_DATA}
+        if known != rule.when and rule._replace(when=known).holds(facts):
+            unsure |= rule.options.keys()
     hidden = schema.names(schema.EXECUTION) - {"rounds"}
     named = {"algo", "dataset", *_NAMED, *unsure}
     if run.point:
@@ -123,7 +121,3 @@ def _given(run: record.Record) -> dict[str, str]:
         if name in flags and name not in hidden
         if name in named or flags[name] != texts[name]
     }
-
-
-def _known(when: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: wanted for name, wanted in when.items() if name not in _OF_DATA}
