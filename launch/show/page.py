@@ -83,9 +83,7 @@ def page(
         title=title or _title(entries),
         setting=_setting(entries),
         origin=_origin(runs),
-        answer=" ".join(
-            [_answer(entries, metric, base), *_diverged(entries), *_equal(entries)]
-        ),
+        answer=" ".join([_answer(entries, metric, base), *_notes(entries)]),
         first=first,
         heads=[head for head, _ in columns],
         runs=[
@@ -422,18 +420,16 @@ def _sound(entries: Sequence[Entry]) -> list[Entry]:
     return [e for e in entries if record.diverged(e.run) is None] or list(entries)
 
 
-def _diverged(entries: Sequence[Entry]) -> list[str]:
+def _notes(entries: Sequence[Entry]) -> list[str]:
+    """Sentences about runs that diverged, and about those with equal parameters."""
     bad = [entry for entry in entries if record.diverged(entry.run) is not None]
     names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
     reason = "losses or parameters are not finite, so its results are meaningless"
-    return [f"{names}: {reason}."] if bad else []
-
-
-def _equal(entries: Sequence[Entry]) -> list[str]:
-    """Sentences about runs with equal parameters; points of a sweep share a hash."""
+    # The points of a sweep share a hash.
     alone = [entry for entry in entries if not entry.run.point]
     hashes = {one.name: one.summary.get("parameters_sha256") for one in alone}
-    return [f"{line}." for line in words.equal_parameters(hashes)]
+    equal = [f"{line}." for line in words.equal_parameters(hashes)]
+    return [f"{names}: {reason}."] * bool(bad) + equal
 
 
 def _speeds(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
