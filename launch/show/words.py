@@ -52,7 +52,7 @@ _OWN_FORMS: dict[str, dict[str, Any]] = {
     "best_round": {"digits": 0, "form": ".0f"},
 }
 
-# In the order of tables. A text has perplexities instead of accuracies.
+# In the order of tables
 TITLES = {
     "global_accuracy": "Global",
     "c_spec": "C-Spec",
@@ -79,17 +79,14 @@ TITLES = {
     "best_round": "Best round",
     "dropped": "dropped",
     "critical": "critical",
-    "global_perplexity": "Global",
-    "client_perplexity": "Client",
-    "trained_perplexity": "Trained",
-    "fine_tuned_perplexity": "Fine-tuned",
-    "unseen_perplexity": "Unseen",
-    "unseen_fine_tuned_perplexity": "Unseen, fine-tuned",
-    "train_perplexity": "Global, train rows",
-    "client_perplexity_pooled": "Client, pooled",
-    "worst_decile_perplexity": "Worst decile",
-    "client_perplexity_std": "Std over clients",
-    "ensemble_perplexity": "Ensemble",
+}
+# A text has perplexities instead of accuracies.
+TITLES |= {
+    name.replace("accuracy", "perplexity"): title
+    for name, title in TITLES.items()
+    if "accuracy" in name
+} | {"client_perplexity": "Client"}
+TITLES |= {
     "global_macro_f1": "Global macro F1",
     "client_macro_f1": "Client macro F1",
     "client_macro_f1_pooled": "Client macro F1, pooled",
