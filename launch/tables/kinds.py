@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import platform
 import re
 import socket
 import sys
@@ -232,11 +231,6 @@ KINDS = {
 }
 
 
-def _machine() -> dict[str, Any]:
-    count = {"device": devices.name(), "devices": jax.device_count()}
-    return devices.processor() | count
-
-
 @ending.command
 def command(argv: list[str]) -> None:
     """Runs the cell whose settings are on stdin."""
@@ -246,14 +240,11 @@ def command(argv: list[str]) -> None:
             figures = KINDS[settings["how"]](settings)
         except child.Failed as error:
             raise ValueError(error) from error
-    versions = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }
+    versions, machine = devices.versions(), devices.processor()
+    machine |= {"device": devices.name(), "devices": jax.device_count()}
     if settings["how"] == "torch":
         versions["torch"] = sys.modules["torch"].__version__
-    out = {"figures": figures, "versions": versions, "machine": _machine()}
+    out = {"figures": figures, "versions": versions, "machine": machine}
     print(json.dumps(out), flush=True)
 
 
