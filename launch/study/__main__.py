@@ -101,8 +101,7 @@ def command(argv: list[str]) -> None:
             return _methods(asked)
         if len(words) != 1:
             raise ValueError(f"give one study: {', '.join(cells.studies())}")
-        folder = pathlib.Path(asked.folder) if asked.folder else None
-        found = study.Study(words[0], folder, asked.part, asked.target)
+        found = study.Study(words[0], asked.folder, asked.part, asked.target)
     left, every = found.left(), found.wanted()
     computed = found.computed(left)
     if asked.dry_run:

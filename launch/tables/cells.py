@@ -39,6 +39,7 @@ _SETTINGS = ("how", "options", "data", "rounds", "repeats", "processes")
 _PARTS = (*_SETTINGS, "seconds", "times", "only", "estimated", "paper")
 
 Sheet = Mapping[str, Any]
+Number = float | list[float] | None  # of a paper
 
 
 class Cell(NamedTuple):
@@ -60,7 +61,7 @@ class Cell(NamedTuple):
     settings: dict[str, Any]
     seconds: float = 0.0
     is_estimated: bool = False
-    paper: list[float | list[float] | None] | None = None
+    paper: list[Number] | None = None
     teacher: tuple[str, str] | None = None
 
     @property
@@ -133,10 +134,7 @@ def named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def merged(sheet: str, *parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the parts of a cell and the objects in them; later ones win.
-
-    Raises a ValueError for a name that no part has.
-    """
+    """Merges the parts of a cell and the objects in them; later ones win."""
     out: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -186,7 +184,7 @@ def cells(
     dataset: str = "",
     value: str = "",
     row: str = "",
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = {},
 ) -> list[Cell]:
     """All requested cells and their teachers, ordered by value and row.
 
@@ -204,7 +202,7 @@ def cells(
     if known not in sheet.get("datasets", {"": {}}) and not sheet.get("any_dataset"):
         every = ", ".join(sheet["datasets"])
         raise ValueError(f"--dataset={dataset}: this table has {every}")
-    values, rows, given = sheet["values"], sheet["rows"], given or {}
+    values, rows = sheet["values"], sheet["rows"]
     names, lines = chosen("scenario", value, values), chosen("row", row, rows)
     for flag, one in given.items():
         names = _of_value(values, names, flag, one)

@@ -28,23 +28,19 @@ class Study:
     """A study with its folder and the requested cells."""
 
     def __init__(
-        self,
-        name: str,
-        folder: pathlib.Path | None = None,
-        part: str = "",
-        target: str = TARGET,
+        self, name: str, folder: Any = "", part: str = "", target: str = TARGET
     ):
-        """Reads the study and its finished cells.
+        """Reads the study and its finished cells; ValueError if one is wrong.
 
-        `name` is the study, empty = that in `folder`; `folder` is None = the folder of
-        that name; `part` has sheets separated by commas, empty = all; `target` is the
-        chip of the estimates, empty = none. Raises a ValueError if a name, the folder
-        or a file in it is wrong.
+        `name` is the study, empty = that in `folder`; an empty `folder` is that of the
+        name; `part` has sheets separated by commas, empty = all; `target` is the chip
+        of the estimates, empty = none.
         """
         studies = cells.studies()
         if name:
             cells.named("study", name, studies)
-        self.folder = store.Folder(folder or pathlib.Path("runs/study") / name, name)
+        path = pathlib.Path(folder or f"runs/study/{name}")
+        self.folder = store.Folder(path, name)
         self.name, self.target = self.folder.name, target
         self.table = cells.named("study", self.name, studies)
         every = {n: cells.cells(one) for n, one in self.table["sheets"].items()}
