@@ -92,13 +92,9 @@ class Study:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
         self.folder, self.failed = pathlib.Path(folder), []
-        self.notes: list[str] = []
-        self._options: dict[str, dict[str, dict[str, Any]]] = {}
-        self._tuned: dict[str, dict[str, Any]] = {}
-        self._hashes: dict[str, dict[str, str]] = {}
+        self._options, self._tuned, self._hashes, self.notes = self._prepared()
         self._records: dict[str, Record] = {}
         self._choices: dict[tuple[str, str], tuning.Choice] = {}
-        self._prepare(is_opened)
 
     def _check(self) -> None:
         if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
@@ -133,21 +129,23 @@ class Study:
             every = ", ".join(self.rows)
             raise ValueError(f"study: {what}={name}: expected one of {every}")
 
-    def _prepare(self, is_opened: bool) -> None:
-        """Finds each method's options, as `compare` does, or reads those of before."""
+    def _prepared(self) -> Sequence[Any]:
+        """Finds each method's options, as `compare` does, or reads those of before.
+
+        They, the options to tune and the hashes of data are by setting and method;
+        there are notes too.
+        """
         path = self.folder / STUDY
         if path.is_file():
             held = _held(path)
             is_same = held["given"] == self._given
-            if is_opened or (is_same and not trials.is_of_python(self._given)):
-                found = held["prepared"]
-                self._options, self._tuned, self._hashes, self.notes = found
-                return
+            if self._is_opened or (is_same and not trials.is_of_python(self._given)):
+                return held["prepared"]
         elif store.is_taken(self.folder):
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
             )
-        notes: list[str] = []
+        of_settings, tuned, hashes, notes = {}, {}, {}, []
         for setting, own in self.settings.items():
             options = self.options | own | {"num_seeds": self.seeds}
             chosen = {"summary": summaries.BEST} | options
@@ -171,14 +169,14 @@ class Study:
                         "cannot be measured on them; the summary is that of the options"
                     )
             notes += compared.notes
-            self._options[setting], of_rows = dict(compared.options), {}
+            of_settings[setting], of_rows = dict(compared.options), {}
             for base, made in compared.items():
                 own = self._bases[base]
                 free = {n: v for n, v in self.tune.items() if n not in own}
                 of_rows[base] = tuning.ways(free, made, own["algo"])
                 odd = [n for n in self.tune if n in own]
                 notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
-            self._tuned[setting] = of_rows
+            tuned[setting] = of_rows
             is_owned = has_val and bool(first.data.partition.val.count.any())
             for row in self.rows:
                 base = row.removesuffix(FINE_TUNED)
@@ -189,7 +187,7 @@ class Study:
                         "that belong to no client; give rows of clients with "
                         f"partition=natural, or val_split in their place, or omit {row}"
                     )
-            self._hashes[setting] = {
+            hashes[setting] = {
                 base: {
                     "data": one.examples_sha256,
                     "own": one.own_sha256,
@@ -202,12 +200,12 @@ class Study:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
         notes += filter(None, map(derived.unusual, self.metrics))
-        self.notes = list(dict.fromkeys(notes))
         self.folder.mkdir(parents=True, exist_ok=True)
-        prepared = self._options, self._tuned, self._hashes, self.notes
+        prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
         body = {"study": PACKED, "given": self._given}
         body["prepared"] = trials.as_json(prepared)
         finished.write_text(path, json.dumps(body, indent=1) + "\n")
+        return prepared
 
     def _trial(
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
