@@ -11,17 +11,7 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import sweep
 from launch.folder import record
 from launch.run import summaries
-from launch.show import (
-    drawn,
-    figures,
-    looks,
-    origin,
-    sheets,
-    significance,
-    svg,
-    table,
-    words,
-)
+from launch.show import drawn, figures, looks, origin, svg, table, words
 
 Entry, Entries = drawn.Entry, drawn.Entries
 # Metrics beside the headlines that have columns; the others are in a table below
@@ -31,7 +21,7 @@ _COLUMNS = tuple(
     for kind in ("fine_tuned", "unseen", "unseen_fine_tuned")
 )
 _BYTES = ("bytes_up", "bytes_down")
-_TESTED = f" Coloured differences are shown by the clients ({significance.TEST})."
+_KINDS = {"": "", "better": "up", "worse": "down"}  # of the table's marks
 
 
 class Cell(NamedTuple):
@@ -66,14 +56,14 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
 def page(
     entries: Entries,
     control: str = "",
-    tables: Sequence[sheets.Sheet] = (),
+    tables: Sequence[Any] = (),
     title: str = "",
     settings: Mapping[str, Entries] = {},
 ) -> str:
     """The page about runs as HTML.
 
     `control` is the algorithm or name of the run to compare with, empty = the first
-    run, and `tables` are those of papers. An empty `title` is made from the runs.
+    run, and `tables` are the sheets of papers. An empty `title` is made from the runs.
     `settings` has the runs of a study by setting, `entries` among them.
     Raises a ValueError if there is no such run, or if the runs have no metric in
     common.
@@ -295,7 +285,9 @@ def _legend(entries: Entries, metric: words.Metric, same: Sequence[str]) -> str:
     text += f", {' or '.join(rules)}."
     if fewer := [f"{name} {count}" for name, count in counts if count < seeds]:
         text += f" Fewer seeds: {', '.join(fewer)}; differences to these are of means."
-    text += _best(entries) + _TESTED * (len(entries) > 1)
+    text += _best(entries)
+    if len(entries) > 1:
+        text += f" Coloured differences are shown by the clients ({table.TEST})."
     if same:
         text += f" In all runs: {', '.join(same)}."
     return f"{text} MB are those of all clients in both directions, mean over seeds."
@@ -303,21 +295,18 @@ def _legend(entries: Entries, metric: words.Metric, same: Sequence[str]) -> str:
 
 def _against(entries: Entries, base: Entry, metric: words.Metric) -> list[Cell]:
     """Gains over the control; coloured are those that clients show, see `table`."""
-    gaps = [None if e is base else _gap(e, base, metric) for e in entries]
     arrays = {
         entry.name: record.client_values(entry.run, metric.name)
         for entry in entries
         if drawn.is_same(entry, base)
     }
     found, cells = table.tested(arrays, base.name), []
-    for entry, gap in zip(entries, gaps, strict=True):
+    for entry in entries:
+        gap = None if entry is base else _gap(entry, base, metric)
         if gap is None:
             cells.append(Cell("–"))
             continue
-        p, side = found.get(entry.name, (1.0, 0))
-        sign = -1 if metric.better == "lower" else 1
-        is_shown = p < significance.LEVEL and gap.mean() * side > 0
-        kind = ("up" if sign * side > 0 else "down") if is_shown else ""
+        kind = _KINDS[table.mark(metric, gap.mean(), *found.get(entry.name, ()))]
         cells.append(Cell(words.paired(gap, metric.digits), kind=kind))
     return cells
 
@@ -410,16 +399,9 @@ def _notes(entries: Entries) -> list[str]:
     return [f"{names}: {reason}."] * bool(bad) + equal
 
 
-def _speeds(entries: Entries) -> list[tuple[str, list[str]]]:
-    """A name and texts for each folder: the points of a sweep ran together."""
-    out: dict[pathlib.Path, tuple[str, list[str]]] = {}
+def _speeds(entries: Entries) -> list[tuple[str, Mapping[str, Any]]]:
+    """A name and a summary for each folder: the points of a sweep ran together."""
+    out: dict[pathlib.Path, tuple[str, Mapping[str, Any]]] = {}
     for entry in entries:
-        summary = entry.summary
-        texts = [
-            f"{summary['client_updates_per_second']:,.1f}",
-            f"{summary['samples_per_second']:,.0f}",
-            f"{summary['compile_seconds']:.0f}",
-            f"{summary['padding_efficiency']:.2f}",
-        ]
-        out.setdefault(entry.run.path, (_name_of_run(entry), texts))
+        out.setdefault(entry.run.path, (_name_of_run(entry), entry.summary))
     return list(out.values())

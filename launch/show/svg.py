@@ -32,9 +32,8 @@ def render(template: str, **values: Any) -> str:
 
 def inked() -> contextlib.AbstractContextManager[None]:
     """What is drawn inside has the page's colours and font size."""
-    parts = ("text", "xtick", "ytick", "grid")
-    colors = {f"{part}.color": INK for part in parts}
-    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
+    parts = ("text.", "xtick.", "ytick.", "grid.", "axes.edge", "axes.label")
+    colors = {f"{part}color": INK for part in parts}
     return matplotlib.rc_context(colors | {"font.size": 10})
 
 

@@ -13,6 +13,7 @@ from launch.show import derived, looks, sheets, significance, words
 if TYPE_CHECKING:
     import pandas
 
+TEST = significance.TEST
 # What a value is beside the control's: nothing shown, better or worse
 MARKS = {"": "", "better": "†", "worse": "‡"}
 _LATEX = {
@@ -319,13 +320,18 @@ def _values(
         )
         is_best = row in whole and best is not None and means[row] == means[best]
         is_best |= p_best is not None and p_best >= significance.LEVEL
-        mark = ""
-        if p is not None and p < significance.LEVEL:
-            gap, side = means[row] - means[control], sign * side
-            mark = "better" if gap > 0 < side else "worse" if gap < 0 > side else ""
+        gap = sign * (means[row] - means.get(control, 0.0))
         numbers = entry["mean"], entry["std"]
-        values.append(Value(how.text(entry), *numbers, is_best, mark, p, p_best))
+        shown = mark(how, gap, p, side)
+        values.append(Value(how.text(entry), *numbers, is_best, shown, p, p_best))
     return values
+
+
+def mark(how: words.Metric, gap: float, p: float | None = None, side: int = 0) -> str:
+    """`better` or `worse` where a test and the mean agree on it, else ""."""
+    if p is None or p >= significance.LEVEL or gap * side <= 0:
+        return ""
+    return "better" if (side > 0) == (how.better != "lower") else "worse"
 
 
 def tested(arrays: Mapping[str, Any], base: str | None) -> dict[str, tuple[float, int]]:
