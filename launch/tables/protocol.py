@@ -443,17 +443,17 @@ class Study:
         Those of a fine-tuned row are `derived.fine_tuned`, unless validation rows say
         that no fine-tuning is better.
         """
-        out: dict[str, Record | None] = {}
+        setting, out = self._setting(setting), {}
         for row in self.rows:
-            final = self.final(self._setting(setting), row)
+            final = self.final(setting, row)
             if final is None or not self.is_finished(final):
                 out[row] = None
                 continue
             if final.name not in self._records:
                 self._records[final.name] = record.read(self._path(final))
             found = self._records[final.name]
-            is_tuned = row.endswith(FINE_TUNED) and self._fine_tunes(setting, row)
-            out[row] = derived.fine_tuned(found) if is_tuned else found
+            is_fine_tuned = self.choice(setting, row).is_fine_tuned
+            out[row] = derived.fine_tuned(found) if is_fine_tuned else found
         return out
 
     def _done(self, setting: str) -> dict[str, Record]:
@@ -473,9 +473,6 @@ class Study:
                 raise ValueError(f"setting={setting}: the study has none; omit it")
             raise ValueError(f"setting={setting}: expected one of {', '.join(known)}")
         return setting
-
-    def _fine_tunes(self, setting: str, row: str) -> bool:
-        return self.choice(self._setting(setting), row).is_fine_tuned
 
     def load(self, row: str, setting: str = "") -> Experiment:
         """A row's run with its models, to look into clients, or a ValueError.
@@ -542,7 +539,8 @@ class Study:
             "validation rows."
             for setting in self.settings
             for row, run in runs[setting].items()
-            if run and row.endswith(FINE_TUNED) and not self._fine_tunes(setting, row)
+            if run and row.endswith(FINE_TUNED)
+            if not self.choice(setting, row).is_fine_tuned
         ]
         every = [one for found in runs.values() for one in found.values()]
         if missing := sum(one is None for one in every):
