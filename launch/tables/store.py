@@ -8,6 +8,7 @@ from typing import Any
 from data import files
 from fedjax_pfl import json_text
 from launch.folder import finished
+from launch.tables.cells import Cell
 
 Object = Mapping[str, Any]  # of JSON
 STUDY = "study.json"
@@ -123,12 +124,12 @@ class Folder:
             text = json.dumps({"study": self.name})
             finished.write_text(self.path / STUDY, f"{text}\n")
 
-    def get(self, name: str, settings: Object) -> dict[str, Any] | None:
-        """The cell `name` if it is finished and has these settings, else None."""
-        done = read(self.path / f"{name}.json", MEASURED, "cell runs again")
-        return done if done and done["settings"] == settings else None
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a cell, None if it is not finished with its settings."""
+        done = read(self.path / f"{cell.name}.json", MEASURED, "cell runs again")
+        return done if done and done["settings"] == cell.settings else None
 
-    def put(self, name: str, settings: Object, done: Object) -> None:
-        """Stores a cell, see `write`."""
-        entry = {**{part: done.get(part) for part in MEASURED}, "settings": settings}
-        write(self.path / f"{name}.json", entry)
+    def put(self, cell: Cell, done: Object) -> None:
+        """Stores the result of a cell, see `write`."""
+        known = {part: done.get(part) for part in MEASURED}
+        write(self.path / f"{cell.name}.json", known | {"settings": cell.settings})

@@ -67,16 +67,12 @@ class Study:
         has_one = cell.is_estimated and self.target
         return cell.estimate(self.target, ESTIMATE_SECONDS) if has_one else None
 
-    def get(self, cell: Cell) -> dict[str, Any] | None:
-        """The result of a cell, None if it is not finished."""
-        return self.folder.get(cell.name, cell.settings)
-
     def left(self) -> list[Cell]:
         """The cells that have not run, but could."""
         return [
             cell
             for cell in self.wanted()
-            if cell.how not in self.absent and self.get(cell) is None
+            if cell.how not in self.absent and self.folder.get(cell) is None
         ]
 
     def equal(self, cell: Cell) -> dict[str, Any] | None:
@@ -87,7 +83,7 @@ class Study:
         for one in self._every:
             if one.settings == cell.settings and one.name != cell.name:
                 with contextlib.suppress(ValueError):
-                    if done := self.get(one):
+                    if done := self.folder.get(one):
                         return done
         return None
 
@@ -106,7 +102,7 @@ class Study:
             if cell in left:
                 state = "to run" if cell in computed else "as another cell"
             else:
-                is_finished = self.get(cell) is not None
+                is_finished = self.folder.get(cell) is not None
                 state = "finished" if is_finished else self.absent[cell.how]
             yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
 
@@ -126,7 +122,7 @@ class Study:
                 failed += 1
                 print(f"note: {cell} failed: {error}", file=sys.stderr, flush=True)
                 continue
-            self.folder.put(cell.name, cell.settings, done)
+            self.folder.put(cell, done)
             how = "as another cell" if found else f"{done['cell_seconds']:.0f} s"
             print(f"{index + 1} of {len(left)}  {cell}  {how}", flush=True)
         return failed
@@ -158,10 +154,10 @@ class Study:
     def _result(self, cell: Cell) -> Result:
         estimate, reason, asked = None, results.NOTHING, self._estimate(cell)
         if asked:
-            estimate = self.get(asked)
+            estimate = self.folder.get(asked)
             reason = "" if estimate else self.absent.get("estimate", "missing")
         missing = self.absent.get(cell.how, "")
-        return Result(cell, self.get(cell), estimate, missing, reason)
+        return Result(cell, self.folder.get(cell), estimate, missing, reason)
 
     def tables(self) -> list[str]:
         """The table of each sheet as Markdown."""
