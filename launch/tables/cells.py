@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import algorithms
+from data import files
 from fedjax_pfl import levels
 from fedjax_pfl import options as options_lib
 from launch.config import presets, registry, resolve
@@ -271,7 +272,7 @@ def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
     cell. Neither these nor the sheet may make a row a method other than its name says.
     """
     options, algo = cell.options, cell.options["algo"]
-    try:
+    with files.named(str(cell)):
         options_lib.check_one_of("how", cell.how, HOWS)
         for name in options:
             if name not in has_any:
@@ -288,5 +289,3 @@ def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
         if is_other or other.options.keys() & given.keys():
             rows = "choose the other rows with --row" if given else "rename the row"
             raise ValueError(f"{other.flags} is the method {other.name}; {rows}")
-    except ValueError as error:
-        raise ValueError(f"{cell}: {error}") from error
