@@ -23,11 +23,7 @@ TITLES = {
     "until_mb": "MB until",
     "until_clock": "Clock until, s",
 }
-_PLACES: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "until_rounds": lambda row: row["round"],
-    "until_mb": curves.megabytes,
-    "until_clock": lambda row: row["clock"],
-}
+_PLACES = {"until_rounds": "rounds", "until_mb": "bytes", "until_clock": "clock"}
 _FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
 
 
@@ -104,7 +100,8 @@ def of(
     if share <= 0:
         raise ValueError(f"until={share:g}: expected a share above 0, such as 0.95")
     if name in _PLACES:
-        return control and _until(run, control, share, _PLACES[name])
+        _, place = curves.PLACES[_PLACES[name]]
+        return control and _until(run, control, share, place)
     kind = main_metric(run)
     mine = record.client_values(run, kind)
     if mine is None:

@@ -79,12 +79,9 @@ def command(run: record.Record) -> str:
     It has the options that differ from what the preset and the names of algorithm and
     data set decide. A run with objects of Python is loaded from its folder instead.
     """
-    is_own = {
-        "algo": run.flags["algo"] not in algorithms.ALGORITHMS,
-        "dataset": run.flags["dataset"] == loaders.ARRAYS,
-    }
-    given = [*(name for name in is_own if is_own[name]), *custom.objects_in(run.flags)]
-    if given:
+    given = ["algo"] * (run.flags["algo"] not in algorithms.ALGORITHMS)
+    given += ["dataset"] * (run.flags["dataset"] == loaders.ARRAYS)
+    if given := [*given, *custom.objects_in(run.flags)]:
         more = ", ".join(f"{name}=..." for name in given)
         return f"build.load({str(run.path)!r}, {more}).run()  # in Python"
     options = [f"--{name}={value}" for name, value in _given(run).items()]
