@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import html as html_lib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -112,13 +113,12 @@ class Table(NamedTuple):
 
     def to_latex(self) -> str:
         """The table as LaTeX, which needs no package, with its notes below."""
-        settings = list(dict.fromkeys(one.setting for one in self.columns))
+        settings = collections.Counter(one.setting for one in self.columns)
         lines = [rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}", r"\hline"]
         if len(settings) > 1:
-            counts = [sum(c.setting == s for c in self.columns) for s in settings]
             groups = [
                 rf"\multicolumn{{{count}}}{{c}}{{{_latex(setting)}}}"
-                for setting, count in zip(settings, counts, strict=True)
+                for setting, count in settings.items()
             ]
             lines.append(" & ".join(["", *groups]) + r" \\")
         titles = [_latex(_head(one.metric)) for one in self.columns]
@@ -197,6 +197,9 @@ def made(
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
     columns, untested, missing = [], {}, {}
     for setting, found in runs.items():
+        since = {row: run and record.diverged(run) for row, run in found.items()}
+        bad = [row for row, round in since.items() if round is not None]
+        found = {row: None if row in bad else one for row, one in found.items()}
         for name in metrics:
             how = derived.metric(name, known) if known else words.metric(name)
             entries = _entries(found, name, control, until)
@@ -206,10 +209,8 @@ def made(
                 if test != "none" and name not in derived.TITLES
             }
             values = _values(how, entries, arrays, control)
-            values = [
-                Value("diverged") if run and record.diverged(run) is not None else value
-                for value, run in zip(values, found.values(), strict=True)
-            ]
+            pairs = zip(found, values, strict=True)
+            values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
             if known and name not in derived.TITLES and not any(entries.values()):
                 missing[name] = ""
@@ -281,16 +282,12 @@ def _entries(
     found: Mapping[str, Record | None], name: str, control: str, until: float
 ) -> dict[str, dict[str, Any] | None]:
     """The metric of each run in the form of a summary, None = unknown."""
-    base = found.get(control)
-    if base and record.diverged(base) is not None:
-        base = None
     out: dict[str, dict[str, Any] | None] = {}
     for row, run in found.items():
-        if run is None or record.diverged(run) is not None:
+        if run is None or (row == control and name in ("hurt", "gain")):
             out[row] = None
         elif name in derived.TITLES:
-            is_self = row == control and name in ("hurt", "gain")
-            out[row] = None if is_self else derived.of(name, run, base, until)
+            out[row] = derived.of(name, run, found.get(control), until)
         else:
             out[row] = run.summary["metrics"].get(name)
     return out
