@@ -221,10 +221,7 @@ def _moving(entries: Entries) -> list[dict[str, str]]:
 def _curves(
     entries: Entries, metric: words.Metric, x: str, caption: str, *limits: float
 ) -> dict[str, str]:
-    """Draws a metric's means over seeds, with their standard deviations.
-
-    `limits` are those of the metric's axis, by default as the curves need.
-    """
+    """Draws a metric's means and deviations over seeds, between `limits` if given."""
     label, place = curves.PLACES[x]
     figure, axes = svg.figure(label, words.axis(metric))
     for entry in entries:

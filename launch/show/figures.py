@@ -259,10 +259,7 @@ def ecdf(
 
 
 def draw_ecdf(axes: Any, run: Record, look: looks.Look, **style: Any) -> Any:
-    """Draws the share of clients (of all seeds) by their value; returns the line.
-
-    It is the share of those with at least this accuracy, or at most this perplexity.
-    """
+    """Draws the share of clients (of all seeds) by their value; returns the line."""
     kind, is_text = record.measured(run), record.is_text(run)
     values = np.sort(record.of_clients(run).ravel())
     values = values[np.isfinite(values)]

@@ -20,12 +20,10 @@ from launch.experiment import Experiment
 
 
 class Batches(NamedTuple):
-    """A client's rows of the data set in a round, int32[S, B] padded with -1, its
-    number of train examples, and the client.
-    """
+    """A client's batches in a round."""
 
-    rows: np.ndarray
-    weight: int
+    rows: np.ndarray  # of the data set, int32[S, B] padded with -1
+    weight: int  # its number of train examples
     client: int
 
 

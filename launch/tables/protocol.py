@@ -130,11 +130,7 @@ class Study:
             raise ValueError(f"study: {what}={name}: expected one of {every}")
 
     def _prepared(self) -> Sequence[Any]:
-        """Finds each method's options, as `compare` does, or reads those of before.
-
-        They, the options to tune and the hashes of data are by setting and method;
-        there are notes too.
-        """
+        """Options, those to tune, and hashes by setting and method; and notes."""
         path = self.folder / STUDY
         if path.is_file():
             held = _held(path)
