@@ -184,11 +184,7 @@ def axis(metric: Metric) -> str:
 
 
 def mean_and_std(
-    entry: Mapping[str, Any],
-    scale: float = 100,
-    digits: int = 1,
-    sign: str = "±",
-    width: int = 1,
+    entry: Mapping[str, Any], scale: float, digits: int, sign: str = "±", width: int = 1
 ) -> str:
     """A metric's mean over seeds, and its standard deviation if there are several.
 
