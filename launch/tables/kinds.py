@@ -110,8 +110,7 @@ def rounds(settings: Settings) -> dict[str, Any]:
 def loop(settings: Settings) -> dict[str, Any]:
     """Times the same rounds with one client after another."""
     # Other devices would only repeat the same computation.
-    options = settings["options"] | {"client_chunk": 1, "devices": 1}
-    made = drawn(settings | {"options": options}, _total(settings))
+    made = drawn(settings, _total(settings), client_chunk=1, devices=1)
     plain = loops.LOOPS[settings["how"]](made)
     plain.prepare(0, _total(settings))
     plain.run(0, FIRST)
