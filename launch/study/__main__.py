@@ -102,7 +102,7 @@ def command(argv: list[str]) -> None:
         if len(words) != 1:
             raise ValueError(f"give one study: {', '.join(cells.studies())}")
         found = study.Study(words[0], asked.folder, asked.part, asked.target)
-    left, every = found.left(), found.wanted()
+    left, every = found.left(), found.wanted
     computed = found.computed(left)
     if asked.dry_run:
         print("\n".join(found.lines(left, computed)))

@@ -25,7 +25,7 @@ REPORT = "report.html"
 
 
 class Study:
-    """A study with its folder and the requested cells."""
+    """A study with its folder; `wanted` are its requested cells and their estimates."""
 
     def __init__(
         self, name: str, folder: Any = "", part: str = "", target: str = TARGET
@@ -47,17 +47,14 @@ class Study:
         self.sheets = cells.chosen("part", part, every)
         self.cells = [cell for n in self.sheets for cell in every[n]]
         self._every = self._with_estimates([c for one in every.values() for c in one])
-        hows = {cell.how for cell in self.wanted()}
+        self.wanted = self._with_estimates(self.cells)
+        hows = {cell.how for cell in self.wanted}
         self.absent = {
             how: reason
             for how, (package, reason) in NEEDS.items()
             if how in hows and importlib.util.find_spec(package) is None
         }
         self.results()  # names a damaged file before anything runs
-
-    def wanted(self) -> list[Cell]:
-        """The requested cells, each followed by its estimate."""
-        return self._with_estimates(self.cells)
 
     def _with_estimates(self, found: Sequence[Cell]) -> list[Cell]:
         return [one for cell in found for one in (cell, self._estimate(cell)) if one]
@@ -71,7 +68,7 @@ class Study:
         """The cells that have not run, but could."""
         return [
             cell
-            for cell in self.wanted()
+            for cell in self.wanted
             if cell.how not in self.absent and self.folder.get(cell) is None
         ]
 
@@ -98,7 +95,7 @@ class Study:
 
     def lines(self, left: Sequence[Cell], computed: Sequence[Cell]) -> Iterator[str]:
         """A line for each cell: whether it is finished."""
-        for cell in self.wanted():
+        for cell in self.wanted:
             if cell in left:
                 state = "to run" if cell in computed else "as another cell"
             else:
