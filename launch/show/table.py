@@ -222,9 +222,9 @@ def made(
     if seeds:
         many = f"Mean ± standard deviation of {max(seeds)} seeds."
         notes.append(many if max(seeds) > 1 else "One seed.")
+    other = looks.title(control)
     if test != "none":
-        name = looks.title(control)
-        beside = f"; † better and ‡ worse than {name}" if control else ""
+        beside = f"; † better and ‡ worse than {other}" if control else ""
         notes.append(
             "Bold: the best and all that are not shown to differ from it"
             f"{beside} ({significance.TEST})."
@@ -235,14 +235,12 @@ def made(
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")
     about = {
-        "hurt": f"clients that are worse off than with {looks.title(control)}",
-        "gain": f"mean over clients of the value less that with {looks.title(control)}",
+        "hurt": f"clients that are worse off than with {other}",
+        "gain": f"mean over clients of the value less that with {other}",
         "bottom_decile": "mean over the worst tenth of the clients",
     }
-    about |= dict.fromkeys(
-        ("until_rounds", "until_mb", "until_clock"),
-        f"until the mean over clients reaches {until:g} of {looks.title(control)}'s",
-    )
+    reached = f"until the mean over clients reaches {until:g} of {other}'s"
+    about |= dict.fromkeys(derived.PLACES, reached)
     needy = [n for n in metrics if n in derived.TITLES and n != "bottom_decile"]
     if needy and not control:
         about = {"bottom_decile": about["bottom_decile"]}
