@@ -69,8 +69,7 @@ def shown(figure: Figure, caption: str) -> dict[str, str]:
     for number, color in enumerate(looks.COLORS):
         text = text.replace(color.lower(), f"var(--c{number}, {color})")
     # Text uses the page's font.
-    for name in ("'DejaVu Sans'", "DejaVu Sans"):
-        text = text.replace(name, "system-ui")
+    text = re.sub("'?DejaVu Sans'?", "system-ui", text)
     return {"svg": text, "caption": caption}
 
 
