@@ -77,8 +77,7 @@ def _methods(asked: Options) -> None:
         print("\n".join(found.lines()), f"\n{found.estimate()}", sep="")
         return
     try:
-        shard = int(index), int(count)
-        found.run(shard=shard, cell_timeout=asked.cell_timeout)
+        found.run(shard=(int(index), int(count)), cell_timeout=asked.cell_timeout)
     except KeyboardInterrupt as error:
         flags.fail(f"{error}; the same command continues", 130)
     print(found.table(), flush=True)
