@@ -86,8 +86,7 @@ def read(path: pathlib.Path, kind: Any, cure: str) -> dict[str, Any] | None:
 def write(path: pathlib.Path, cell: Object) -> None:
     """Stores a finished cell atomically, or raises an OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(finished.finite(cell), indent=1, sort_keys=True)
-    finished.write_text(path, f"{text}\n")
+    finished.write_text(path, json.dumps(cell, indent=1, sort_keys=True) + "\n")
 
 
 class Folder:
@@ -132,4 +131,5 @@ class Folder:
     def put(self, cell: Cell, done: Object) -> None:
         """Stores the result of a cell, see `write`."""
         known = {part: done.get(part) for part in MEASURED}
-        write(self.path / f"{cell.name}.json", known | {"settings": cell.settings})
+        entry = finished.finite(known | {"settings": cell.settings})
+        write(self.path / f"{cell.name}.json", entry)
