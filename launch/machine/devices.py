@@ -103,6 +103,12 @@ def processor() -> dict[str, Any]:
     return {"cpu": " ".join(named[0].split()), "cores": os.cpu_count() or 1}
 
 
+def versions() -> dict[str, str]:
+    """The versions of what computes."""
+    found = {"jax": jax.__version__, "numpy": np.__version__}
+    return {"python": platform.python_version()} | found
+
+
 def user_cache() -> pathlib.Path:
     """The user's folder for compiled programs, one per kind of processor.
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import platform
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -464,11 +463,7 @@ class Run:
             "peak_memory_bytes": devices.peak_memory_bytes(),
             "setup_bytes_down": self.setup_bytes(),
             "parameters_sha256": self.simulation.digest(),
-            "versions": {
-                "python": platform.python_version(),
-                "jax": jax.__version__,
-                "numpy": np.__version__,
-            },
+            "versions": devices.versions(),
             "backend": jax.default_backend(),
             "device": devices.name(),
             "num_devices": how.num_devices,

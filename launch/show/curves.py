@@ -1,5 +1,7 @@
 """Values of whole curves for tables: after round 0, or until an accuracy."""
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +15,9 @@ LATER = "_later"
 
 def of_seeds(records: Records) -> list[list[Mapping[str, Any]]]:
     """The records of each seed, in order of rounds."""
-    seeds = sorted({record["seed"] for record in records})
-    return [
-        sorted((r for r in records if r["seed"] == seed), key=lambda r: r["round"])
-        for seed in seeds
-    ]
+    ordered = sorted(records, key=operator.itemgetter("seed", "round"))
+    groups = itertools.groupby(ordered, operator.itemgetter("seed"))
+    return [list(group) for _, group in groups]
 
 
 def megabytes(record: Mapping[str, Any]) -> float:

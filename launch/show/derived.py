@@ -23,11 +23,7 @@ TITLES = {
     "until_mb": "MB until",
     "until_clock": "Clock until, s",
 }
-_PLACES: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "until_rounds": lambda row: row["round"],
-    "until_mb": curves.megabytes,
-    "until_clock": lambda row: row["clock"],
-}
+PLACES = {"until_rounds": "rounds", "until_mb": "bytes", "until_clock": "clock"}
 _FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
 
 
@@ -103,8 +99,9 @@ def of(
     """
     if share <= 0:
         raise ValueError(f"until={share:g}: expected a share above 0, such as 0.95")
-    if name in _PLACES:
-        return control and _until(run, control, share, _PLACES[name])
+    if name in PLACES:
+        _, place = curves.PLACES[PLACES[name]]
+        return control and _until(run, control, share, place)
     kind = main_metric(run)
     mine = record.client_values(run, kind)
     if mine is None:

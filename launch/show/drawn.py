@@ -33,6 +33,9 @@ class Entry(NamedTuple):
         return self.run.summary
 
 
+Entries = Sequence[Entry]
+
+
 def _section(
     title: str, figures: Sequence[Any], note: str = "", has_legend: bool = True
 ) -> dict[str, Any]:
@@ -41,21 +44,19 @@ def _section(
 
 
 def sections(
-    entries: Sequence[Entry],
-    metric: words.Metric,
-    settings: Mapping[str, Sequence[Entry]] = {},
+    entries: Entries, metric: words.Metric, settings: Mapping[str, Entries] = {}
 ) -> list[dict[str, Any]]:
     """The sections of a page, the first of which has the curves that move.
 
     With several `settings` of a study it has a picture for each of them.
     """
     runs = [entry.run for entry in entries]
-    titles = f"{metric.title} over messages and time", "Losses and numbers over rounds"
+    over = f"{metric.title} over messages and time"
     made = [
         _main(entries, metric, settings if len(settings) > 1 else {}),
-        _section(titles[0], _over(entries, metric)),
+        _section(over, _over(entries, metric)),
         _clients(entries),
-        _section(titles[1], _moving(entries)),
+        _section("Losses and numbers over rounds", _moving(entries)),
         _partition(entries),
     ]
     if figures.has_two_names(runs):
@@ -68,9 +69,7 @@ def sections(
 
 
 def _main(
-    entries: Sequence[Entry],
-    metric: words.Metric,
-    settings: Mapping[str, Sequence[Entry]],
+    entries: Entries, metric: words.Metric, settings: Mapping[str, Entries]
 ) -> dict[str, Any]:
     """The curves of `metric` and of the other headlines, of those that move."""
     known = [entry.run for entry in entries]
@@ -78,25 +77,22 @@ def _main(
     others = [n for n in others if not n.startswith("trained_")]
     every = [figures.metric_of(n, known) for n in dict.fromkeys([metric.name, *others])]
     moving = [one for one in every if _moves(entries, one)]
-    note = ""
+    note, shown = "", []
     if still := [one.title for one in every if one not in moving]:
         note = f"Not drawn, as they hardly change: {', '.join(still)}."
     if settings and metric in moving:
         moving.remove(metric)
         limits = _limits(metric, [one for found in settings.values() for one in found])
-        shown = [
-            _curves(found, metric, "rounds", f"{metric.title}, {setting}.", limits)
-            for setting, found in settings.items()
-        ]
-    else:
-        shown = []
+        for setting, found in settings.items():
+            caption = f"{metric.title}, {setting}."
+            shown.append(_curves(found, metric, "rounds", caption, *limits))
     # The others are those of the page's own setting.
     mine = "".join(f", {n}" for n, found in settings.items() if found is entries)
     shown += [_curves(entries, m, "rounds", f"{m.title}{mine}.") for m in moving]
     return _section("Over the rounds", shown, note)
 
 
-def _limits(metric: words.Metric, entries: Sequence[Entry]) -> tuple[float, float]:
+def _limits(metric: words.Metric, entries: Entries) -> tuple[float, float]:
     """The limits of an axis on which the curves of all these runs have room."""
     found = [record.over_seeds(e.run, metric.name, metric.scale)[1] for e in entries]
     every = np.concatenate(found)
@@ -104,7 +100,7 @@ def _limits(metric: words.Metric, entries: Sequence[Entry]) -> tuple[float, floa
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
-def _moves(entries: Sequence[Entry], metric: words.Metric) -> bool:
+def _moves(entries: Entries, metric: words.Metric) -> bool:
     """Whether the metric of a run changes from one evaluated round to another."""
     for entry in entries:
         _, mean, _ = record.over_seeds(entry.run, metric.name, 1.0)
@@ -114,12 +110,12 @@ def _moves(entries: Sequence[Entry], metric: words.Metric) -> bool:
     return False
 
 
-def _over(entries: Sequence[Entry], metric: words.Metric) -> list[dict[str, str]]:
+def _over(entries: Entries, metric: words.Metric) -> list[dict[str, str]]:
     """The metric over messages and times, each for the runs that have it."""
     out = []
     for x, caption in CAPTIONS.items():
         having = [entry for entry in entries if _has(entry, x)]
-        if not having or not _moves(having, metric):
+        if not _moves(having, metric):
             continue
         if silent := [entry.name for entry in entries if entry not in having]:
             caption += f" Not drawn, as they have none: {', '.join(silent)}."
@@ -135,21 +131,35 @@ def _has(entry: Entry, x: str) -> bool:
     return x != "bytes" or curves.megabytes(last) > 0
 
 
-def _partition(entries: Sequence[Entry]) -> dict[str, Any]:
+def _partition(entries: Entries) -> dict[str, Any]:
     """Who has which classes."""
-    shown = _bubbles(entries)
+    runs = [entry.run for entry in entries]
+    kinds, shown = figures.partitions(runs), []
+    for numbers, counts in kinds[:6]:
+        drawn = counts[:MAX_BUBBLES]
+        figure, axes = svg.figure("client", "class")
+        classes = record.class_names(runs[numbers[0]])
+        style = {"names": classes, "color": looks.COLORS[0]}
+        # The largest just fits between its neighbours, in points squared.
+        side = 72 * min(3.8 / drawn.shape[0], 2.5 / drawn.shape[1])
+        figures.draw_bubbles(axes, drawn, 0.6 * side**2 / drawn.max(), **style)
+        names = [entries[number].name for number in numbers]
+        more = len(counts) - len(drawn)
+        caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
+        caption += f"The largest bubble is {drawn.max()} examples."
+        caption += f" {more} more clients are not shown." if more else ""
+        shown.append(svg.shown(figure, caption))
     note = "Train examples of each client and class, first seed."
     if not shown:
         note = "A text has no classes."
     if len(shown) > 1:
         note += " The runs have different partitions."
-    runs = [entry.run for entry in entries]
     for names in dict.fromkeys(filter(None, map(record.class_names, runs))):
         note += f" The classes are, in order: {labels.listed(names, MAX_CLASSES)}."
     return _section("Partition", shown, note, has_legend=False)
 
 
-def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
+def _clients(entries: Entries) -> dict[str, Any]:
     """The spread of accuracies over clients, and their gains over local training."""
     is_text = record.is_text(entries[0].run)
     kind, unit = ("perplexity", "") if is_text else ("accuracy", " (%)")
@@ -160,9 +170,9 @@ def _clients(entries: Sequence[Entry]) -> dict[str, Any]:
     for entry in known:
         figures.draw_ecdf(axes, entry.run, entry.look)
     shown = [svg.shown(figure, f"Fairness: how many clients have which {kind}.")]
-    local = [entry for entry in known if entry.run.flags["algo"] == "local"]
+    local = [entry for entry in known if entry.run.flags["algo"] == "local"][:1]
     others = [entry for entry in known if entry.run.flags["algo"] != "local"]
-    pairs = [(e, local[0]) for e in others if local and is_same(e, local[0])]
+    pairs = [(e, alone) for e in others for alone in local if is_same(e, alone)]
     if not pairs:
         note = (
             "Add a run of --algo=local with the same preset and seeds to see the gain "
@@ -194,7 +204,7 @@ def is_same(one: Entry, other: Entry) -> bool:
     )
 
 
-def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
+def _moving(entries: Entries) -> list[dict[str, str]]:
     """Curves of numbers and losses: a boundary, a level, the training loss."""
     names = dict.fromkeys(
         name for entry in entries for name in (*sorted(entry.run.kinds), "train_loss")
@@ -208,41 +218,17 @@ def _moving(entries: Sequence[Entry]) -> list[dict[str, str]]:
     return out
 
 
-def _bubbles(entries: Sequence[Entry]) -> list[dict[str, str]]:
-    kinds = figures.partitions([entry.run for entry in entries])
-    out = []
-    for numbers, counts in kinds[:6]:
-        drawn = counts[:MAX_BUBBLES]
-        figure, axes = svg.figure("client", "class")
-        classes = record.class_names(entries[numbers[0]].run)
-        style = {"names": classes, "color": looks.COLORS[0]}
-        # The largest just fits between its neighbours, in points squared.
-        side = 72 * min(3.8 / drawn.shape[0], 2.5 / drawn.shape[1])
-        figures.draw_bubbles(axes, drawn, 0.6 * side**2 / drawn.max(), **style)
-        names = [entries[number].name for number in numbers]
-        more = len(counts) - len(drawn)
-        caption = f"{', '.join(names)}. " if len(kinds) > 1 else ""
-        caption += f"The largest bubble is {drawn.max()} examples."
-        caption += f" {more} more clients are not shown." if more else ""
-        out.append(svg.shown(figure, caption))
-    return out
-
-
 def _curves(
-    entries: Sequence[Entry],
-    metric: words.Metric,
-    x: str,
-    caption: str,
-    limits: tuple[float, float] | None = None,
+    entries: Entries, metric: words.Metric, x: str, caption: str, *limits: float
 ) -> dict[str, str]:
-    """Draws a metric's means over seeds, with their standard deviations."""
+    """Draws a metric's means and deviations over seeds, between `limits` if given."""
     label, place = curves.PLACES[x]
     figure, axes = svg.figure(label, words.axis(metric))
     for entry in entries:
         curve = record.over_seeds(entry.run, metric.name, metric.scale, place)
         if curve[0]:
             figures.draw_curve(axes, curve, entry.look)
-    axes.set_ylim(limits)
+    axes.set_ylim(*limits)
     if x == "rounds":
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     return svg.shown(figure, caption)

@@ -20,6 +20,8 @@ from launch.show import curves as curves_lib
 from launch.show import looks, words
 
 Runs = Sequence[Record]
+Looks = Sequence[looks.Look]
+Curve = tuple[Sequence[float], np.ndarray, np.ndarray]  # place, mean, deviation
 KINDS = ("curves", "ecdf", "fairness", "bubbles")
 FORMATS = ("png", "pdf", "svg")
 WIDTHS = {"": 0.0, "column": 3.4, "page": 7.0}
@@ -167,7 +169,7 @@ def curves(
     metrics: Sequence[str],
     x: str = "rounds",
     inches: float = 0.0,
-    styles: Sequence[looks.Look] = (),
+    styles: Looks = (),
 ) -> Figure:
     """Metrics of one unit over `x`: mean and standard deviation over seeds.
 
@@ -228,13 +230,8 @@ def _rule(runs: Runs, metrics: Sequence[str]) -> str:
     return "" if len(rules) > 1 or rules == {"last"} else rules.pop()
 
 
-def draw_curve(
-    axes: Any,
-    curve: tuple[Sequence[float], np.ndarray, np.ndarray],
-    look: looks.Look,
-    **style: Any,
-) -> Any:
-    """Draws (x, mean, standard deviation) as a line with a band; returns the line."""
+def draw_curve(axes: Any, curve: Curve, look: looks.Look, **style: Any) -> Any:
+    """Draws a mean as a line, with a band of its deviation; returns the line."""
     where, mean, spread = curve
     # The library cannot space the markers of a line without points.
     style |= look.style() | ({} if np.isfinite(mean).any() else {"markevery": 1})
@@ -246,10 +243,7 @@ def draw_curve(
 
 
 def ecdf(
-    runs: Runs,
-    names: Sequence[str],
-    inches: float = 0.0,
-    styles: Sequence[looks.Look] = (),
+    runs: Runs, names: Sequence[str], inches: float = 0.0, styles: Looks = ()
 ) -> Figure:
     """How many clients have at least which accuracy, or at most which perplexity."""
     figure, axes = _one(names, inches)
@@ -265,10 +259,7 @@ def ecdf(
 
 
 def draw_ecdf(axes: Any, run: Record, look: looks.Look, **style: Any) -> Any:
-    """Draws the share of clients (of all seeds) by their value; returns the line.
-
-    It is the share of those with at least this accuracy, or at most this perplexity.
-    """
+    """Draws the share of clients (of all seeds) by their value; returns the line."""
     kind, is_text = record.measured(run), record.is_text(run)
     values = np.sort(record.of_clients(run).ravel())
     values = values[np.isfinite(values)]

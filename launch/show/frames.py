@@ -37,25 +37,20 @@ def client_metrics(run: Run) -> pandas.DataFrame:
     import pandas
 
     rounds, found = run.kept_accuracies()
-    variants, num_clients = run.simulation.variants, run.config.num_clients
-    seed = np.array([variants.seed(index) for index in range(variants.count)])
+    variants, unseen = run.simulation.variants, run.data.partition.is_unseen
+    shape = *rounds.shape, run.config.num_clients
+    # Of each line
+    evaluation, variant, client = np.indices(shape).reshape(3, -1)
+    seed = np.array([variants.seed(index) for index in range(variants.count)])[variant]
     point = [run.points[variants.point(index)] for index in range(variants.count)]
-
-    def of_lines(values: Any) -> np.ndarray:
-        """Values of variants [V], or of evaluations too [E, V], for each line."""
-        shape = *rounds.shape, num_clients
-        return np.broadcast_to(np.asarray(values)[..., None], shape).reshape(-1)
-
-    client = np.tile(np.arange(num_clients), rounds.size)
-    columns = {"round": of_lines(rounds), "seed": of_lines(np.array(run.seeds)[seed])}
+    columns = {"round": rounds[evaluation, variant], "seed": np.array(run.seeds)[seed]}
     for name in run.points[0]:
-        columns[name] = of_lines([one[name] for one in point])
+        columns[name] = np.array([one[name] for one in point])[variant]
     columns["client"] = client
     if run.owners:
         columns["owner"] = np.array(run.owners)[client]
-    unseen = run.data.partition.is_unseen
     if unseen.any():
-        columns["unseen"] = unseen[np.broadcast_to(seed, rounds.shape)].reshape(-1)
+        columns["unseen"] = unseen[seed, client]
     kind = finished.PERPLEXITY if run.data.num_words else finished.ACCURACY
     if run.config.fine_tune_epochs:
         columns[kind] = found[..., 0, :].reshape(-1)

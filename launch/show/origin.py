@@ -79,12 +79,9 @@ def command(run: record.Record) -> str:
     It has the options that differ from what the preset and the names of algorithm and
     data set decide. A run with objects of Python is loaded from its folder instead.
     """
-    is_own = {
-        "algo": run.flags["algo"] not in algorithms.ALGORITHMS,
-        "dataset": run.flags["dataset"] == loaders.ARRAYS,
-    }
-    given = [*(name for name in is_own if is_own[name]), *custom.objects_in(run.flags)]
-    if given:
+    given = ["algo"] * (run.flags["algo"] not in algorithms.ALGORITHMS)
+    given += ["dataset"] * (run.flags["dataset"] == loaders.ARRAYS)
+    if given := [*given, *custom.objects_in(run.flags)]:
         more = ", ".join(f"{name}=..." for name in given)
         return f"build.load({str(run.path)!r}, {more}).run()  # in Python"
     options = [f"--{name}={value}" for name, value in _given(run).items()]
@@ -102,13 +99,11 @@ def _given(run: record.Record) -> dict[str, str]:
     usual |= presets.values(preset, facts) | {"preset": entry.preset}
     usual["client_model"] = flags.get("model")
     texts = {name: options_lib.text(value) for name, value in usual.items()}
-    unsure = {
-        name
-        for _, rule in presets.rules(preset)
-        if rule.when.keys() & _OF_DATA
-        and presets.Rule(_known(rule.when), {}).holds(facts)
-        for name in rule.options
-    }
+    unsure: set[str] = set()
+    for _, rule in presets.rules(preset):
+        known = {name: one for name, one in rule.when.items() if name not in _OF_DATA}
+        if known != rule.when and rule._replace(when=known).holds(facts):
+            unsure |= rule.options.keys()
     hidden = schema.names(schema.EXECUTION) - {"rounds"}
     named = {"algo", "dataset", *_NAMED, *unsure}
     if run.point:
@@ -123,7 +118,3 @@ def _given(run: record.Record) -> dict[str, str]:
         if name in flags and name not in hidden
         if name in named or flags[name] != texts[name]
     }
-
-
-def _known(when: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: wanted for name, wanted in when.items() if name not in _OF_DATA}

@@ -1,5 +1,6 @@
 """A page about runs: a self-contained HTML file that loads nothing."""
 
+import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,26 +11,17 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import sweep
 from launch.folder import record
 from launch.run import summaries
-from launch.show import (
-    drawn,
-    figures,
-    looks,
-    origin,
-    sheets,
-    significance,
-    svg,
-    table,
-    words,
-)
+from launch.show import drawn, figures, looks, origin, svg, table, words
 
-Entry = drawn.Entry
+Entry, Entries = drawn.Entry, drawn.Entries
 # Metrics beside the headlines that have columns; the others are in a table below
 _COLUMNS = tuple(
     f"{kind}_{what}"
     for what in ("accuracy", "perplexity")
     for kind in ("fine_tuned", "unseen", "unseen_fine_tuned")
 )
-_TESTED = f" Coloured differences are shown by the clients ({significance.TEST})."
+_BYTES = ("bytes_up", "bytes_down")
+_KINDS = {"": "", "better": "up", "worse": "down"}  # of the table's marks
 
 
 class Cell(NamedTuple):
@@ -38,6 +30,9 @@ class Cell(NamedTuple):
     text: str
     is_best: bool = False
     kind: str = ""
+
+
+Columns = list[tuple[str, list[Cell]]]  # (head, a cell for each run)
 
 
 def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Entry]:
@@ -59,16 +54,16 @@ def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Ent
 
 
 def page(
-    entries: Sequence[Entry],
+    entries: Entries,
     control: str = "",
-    tables: Sequence[sheets.Sheet] = (),
+    tables: Sequence[Any] = (),
     title: str = "",
-    settings: Mapping[str, Sequence[Entry]] = {},
+    settings: Mapping[str, Entries] = {},
 ) -> str:
     """The page about runs as HTML.
 
     `control` is the algorithm or name of the run to compare with, empty = the first
-    run, and `tables` are those of papers. An empty `title` is made from the runs.
+    run, and `tables` are the sheets of papers. An empty `title` is made from the runs.
     `settings` has the runs of a study by setting, `entries` among them.
     Raises a ValueError if there is no such run, or if the runs have no metric in
     common.
@@ -77,15 +72,14 @@ def page(
     metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
     base, several = _control(entries, control), len(entries) > 1
     columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
+    others = itertools.filterfalse(_is_column, _metrics(entries))
     first, *sections = drawn.sections(entries, metric, settings)
     return svg.render(
         "report.html",
         title=title or _title(entries),
         setting=_setting(entries),
         origin=_origin(runs),
-        answer=" ".join(
-            [_answer(entries, metric, base), *_diverged(entries), *_equal(entries)]
-        ),
+        answer=" ".join([_answer(entries, metric, base), *_notes(entries)]),
         first=first,
         heads=[head for head, _ in columns],
         runs=[
@@ -96,7 +90,7 @@ def page(
             }
             for number, entry in enumerate(entries)
         ],
-        more=_more(entries),
+        more=[(m.title, _cells(entries, m)) for m in others],
         legend_of_table=_legend(entries, metric, same),
         tables=tables,
         sections=sections,
@@ -115,7 +109,7 @@ def _origin(runs: Sequence[record.Record]) -> str:
     return f"Finished {time} on {where}." if time else f"Ran on {where}."
 
 
-def _machines(entries: Sequence[Entry]) -> list[str]:
+def _machines(entries: Entries) -> list[str]:
     """A line for each machine or version, [] if `_origin` has the only one."""
     found: dict[str, dict[str, None]] = {}
     for entry in entries:
@@ -131,7 +125,7 @@ def _name_of_run(entry: Entry) -> str:
     return name or looks.title(entry.run.flags["algo"])
 
 
-def _control(entries: Sequence[Entry], wanted: str) -> Entry:
+def _control(entries: Entries, wanted: str) -> Entry:
     for entry in entries:
         known = entry.name, entry.run.flags["algo"]
         if not wanted or wanted in known or looks.title(wanted) == entry.name:
@@ -140,7 +134,7 @@ def _control(entries: Sequence[Entry], wanted: str) -> Entry:
     raise ValueError(f"--control={wanted}: expected one of {names}")
 
 
-def _metrics(entries: Sequence[Entry], classes: Sequence[str]) -> list[words.Metric]:
+def _metrics(entries: Entries) -> list[words.Metric]:
     """The evaluated metrics that any run has, in the order of `words.TITLES`.
 
     A metric that rounds measure is included if it is a fraction.
@@ -153,40 +147,30 @@ def _metrics(entries: Sequence[Entry], classes: Sequence[str]) -> list[words.Met
         or name.startswith(("global_", "client_"))
     } - {"client_accuracy_pooled", "client_perplexity_pooled"}
     order = dict.fromkeys([*words.TITLES, *known])
+    classes = record.class_names(entries[0].run)
     return [words.metric(name, known, classes) for name in order if name in shown]
 
 
-def _columns(
-    entries: Sequence[Entry], metric: words.Metric, base: Entry
-) -> list[tuple[str, list[Cell]]]:
-    """The table: each column's head and its cells, one for each run."""
+def _columns(entries: Entries, metric: words.Metric, base: Entry) -> Columns:
+    """The table."""
     out = []
-    for one in _metrics(entries, record.class_names(base.run)):
-        if not _is_column(one):
-            continue
+    for one in filter(_is_column, _metrics(entries)):
         out.append((one.title, _cells(entries, one)))
         if one.name != metric.name:
             continue
         if len(entries) > 1:
-            cells = _against(entries, base, metric)
-            out.append((f"against {base.name}", cells))
+            out.append((f"against {base.name}", _against(entries, base, metric)))
         if last := _last(entries, metric):
             out.append(("in the last round", last))
-    bytes_of = [
-        [entry.summary["metrics"].get(f"bytes_{way}") for way in ("up", "down")]
-        for entry in entries
-    ]
-    sent = [sum(one["mean"] for one in both if one) for both in bytes_of]
-    return [*out, ("MB total", [Cell(f"{one / 1e6:,.1f}") for one in sent])]
+    means = [[e.summary["metrics"][n]["mean"] for n in _BYTES] for e in entries]
+    return [*out, ("MB total", [Cell(f"{sum(one) / 1e6:,.1f}") for one in means])]
 
 
 def _is_column(metric: words.Metric) -> bool:
     return metric.name in (*words.HEADLINES, *_COLUMNS)
 
 
-def _distinct(
-    columns: Sequence[tuple[str, list[Cell]]], kept: str
-) -> tuple[list[tuple[str, list[Cell]]], list[str]]:
+def _distinct(columns: Columns, kept: str) -> tuple[Columns, list[str]]:
     """The columns without those of one value in all of several runs, and these."""
     out, same = [], []
     for head, cells in columns:
@@ -198,7 +182,7 @@ def _distinct(
     return out, same
 
 
-def _last(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
+def _last(entries: Entries, metric: words.Metric) -> list[Cell]:
     """The values of the last round, [] if they are those of the summaries."""
     # The rule `last` gives the same value.
     last = [e.summary.get("last_round", {}).get(metric.name) for e in entries]
@@ -208,17 +192,7 @@ def _last(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
     return [Cell(metric.text(end) if end else "–") for end in last]
 
 
-def _more(entries: Sequence[Entry]) -> list[tuple[str, list[Cell]]]:
-    """The other metrics: a name, and a cell for each run."""
-    classes = record.class_names(entries[0].run)
-    return [
-        (metric.title, _cells(entries, metric))
-        for metric in _metrics(entries, classes)
-        if not _is_column(metric)
-    ]
-
-
-def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
+def _cells(entries: Entries, metric: words.Metric) -> list[Cell]:
     """A metric of each run; the best is marked among those that did not diverge."""
     name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
@@ -235,7 +209,7 @@ def _cells(entries: Sequence[Entry], metric: words.Metric) -> list[Cell]:
     ]
 
 
-def _has_best(entries: Sequence[Entry]) -> bool:
+def _has_best(entries: Entries) -> bool:
     """Not a single run, points of one sweep, or runs of different questions."""
     return len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
 
@@ -261,7 +235,7 @@ def _data(run: record.Record) -> str:
     return run.hashes.get("data_sha256", run.flags["dataset"])
 
 
-def _unlike(entries: Sequence[Entry]) -> dict[str, list[list[str]]]:
+def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
     """Groups of runs that agree, for each property in which not all runs agree.
 
     Properties are data, seeds, clients' rows, rounds and summary rule. Clients always
@@ -288,7 +262,7 @@ def _unlike(entries: Sequence[Entry]) -> dict[str, list[list[str]]]:
     return out
 
 
-def _best(entries: Sequence[Entry]) -> str:
+def _best(entries: Entries) -> str:
     """A sentence about the marked values, or why none is marked."""
     unlike = _unlike(entries)
     if not unlike:
@@ -300,58 +274,49 @@ def _best(entries: Sequence[Entry]) -> str:
     return f" No value is marked as the best, as the runs differ in {', '.join(parts)}."
 
 
-def _legend(entries: Sequence[Entry], metric: words.Metric, same: Sequence[str]) -> str:
+def _legend(entries: Entries, metric: words.Metric, same: Sequence[str]) -> str:
     """What the numbers of the table are; `same` are those of all runs."""
-    seeds = max(len(entry.run.clients["seeds"]) for entry in entries)
+    counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
+    seeds = max(count for _, count in counts)
+    known = dict.fromkeys(words.summary_rule(entry.summary) for entry in entries)
+    rules = ["last round" if rule == "last" else rule for rule in known]
     text = "Percent" if metric.unit else "Numbers"
     text += f", mean ± standard deviation of {seeds} seeds" * (seeds > 1)
-    text += f"{_rules(entries)}.{_best(entries)}"
-    text += _TESTED * (len(entries) > 1)
+    text += f", {' or '.join(rules)}."
+    if fewer := [f"{name} {count}" for name, count in counts if count < seeds]:
+        text += f" Fewer seeds: {', '.join(fewer)}; differences to these are of means."
+    text += _best(entries)
+    if len(entries) > 1:
+        text += f" Coloured differences are shown by the clients ({table.TEST})."
     if same:
         text += f" In all runs: {', '.join(same)}."
     return f"{text} MB are those of all clients in both directions, mean over seeds."
 
 
-def _rules(entries: Sequence[Entry]) -> str:
-    """The summary rules, and the runs that have fewer seeds than others."""
-    known = [words.summary_rule(entry.summary) for entry in entries]
-    rules = ["last round" if rule == "last" else rule for rule in dict.fromkeys(known)]
-    counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
-    most = max(count for _, count in counts)
-    fewer = [f"{name} {count}" for name, count in counts if count < most]
-    text = f", {' or '.join(rules)}"
-    if fewer:
-        text += f". Fewer seeds: {', '.join(fewer)}; differences to these are of means"
-    return text
-
-
-def _against(entries: Sequence[Entry], base: Entry, metric: words.Metric) -> list[Cell]:
+def _against(entries: Entries, base: Entry, metric: words.Metric) -> list[Cell]:
     """Gains over the control; coloured are those that clients show, see `table`."""
-    gaps = [None if e is base else _gap(e, base, metric) for e in entries]
     arrays = {
         entry.name: record.client_values(entry.run, metric.name)
         for entry in entries
         if drawn.is_same(entry, base)
     }
     found, cells = table.tested(arrays, base.name), []
-    for entry, gap in zip(entries, gaps, strict=True):
+    for entry in entries:
+        gap = None if entry is base else _gap(entry, base, metric)
         if gap is None:
             cells.append(Cell("–"))
             continue
-        p, side = found.get(entry.name, (1.0, 0))
-        sign = -1 if metric.better == "lower" else 1
-        is_shown = p < significance.LEVEL and gap.mean() * side > 0
-        kind = ("up" if sign * side > 0 else "down") if is_shown else ""
+        kind = _KINDS[table.mark(metric, gap.mean(), *found.get(entry.name, ()))]
         cells.append(Cell(words.paired(gap, metric.digits), kind=kind))
     return cells
 
 
-def _is_sweep(entries: Sequence[Entry]) -> bool:
+def _is_sweep(entries: Entries) -> bool:
     """Whether the runs are the points of one sweep, none of which is then the best."""
     return bool(entries[0].run.point) and len({e.run.path for e in entries}) == 1
 
 
-def _title(entries: Sequence[Entry]) -> str:
+def _title(entries: Entries) -> str:
     known = [looks.title(entry.run.flags["algo"]) for entry in entries]
     algos = list(dict.fromkeys(known))
     names = ", ".join(algos[:4]) + " and others" * (len(algos) > 4)
@@ -369,7 +334,7 @@ def data_name(run: record.Record) -> str:
     return f"{kind}{colon}{pathlib.PurePath(path).name}"
 
 
-def _setting(entries: Sequence[Entry]) -> str:
+def _setting(entries: Entries) -> str:
     def values(name: str) -> str:
         every = [entry.run.flags.get(name, "unset") for entry in entries]
         return " or ".join(dict.fromkeys(every))
@@ -384,7 +349,7 @@ def _setting(entries: Sequence[Entry]) -> str:
     return text
 
 
-def _answer(entries: Sequence[Entry], metric: words.Metric, base: Entry) -> str:
+def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     """The result in a sentence."""
     name, percent = metric.name, " %" if metric.unit else ""
     ranked = sorted(
@@ -417,35 +382,26 @@ def _answer(entries: Sequence[Entry], metric: words.Metric, base: Entry) -> str:
     return f"{text}; the two differ in {', '.join(unlike)}." if unlike else f"{text}."
 
 
-def _sound(entries: Sequence[Entry]) -> list[Entry]:
+def _sound(entries: Entries) -> list[Entry]:
     """The runs that did not diverge, or all if every one did."""
     return [e for e in entries if record.diverged(e.run) is None] or list(entries)
 
 
-def _diverged(entries: Sequence[Entry]) -> list[str]:
+def _notes(entries: Entries) -> list[str]:
+    """Sentences about runs that diverged, and about those with equal parameters."""
     bad = [entry for entry in entries if record.diverged(entry.run) is not None]
     names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
     reason = "losses or parameters are not finite, so its results are meaningless"
-    return [f"{names}: {reason}."] if bad else []
-
-
-def _equal(entries: Sequence[Entry]) -> list[str]:
-    """Sentences about runs with equal parameters; points of a sweep share a hash."""
+    # The points of a sweep share a hash.
     alone = [entry for entry in entries if not entry.run.point]
     hashes = {one.name: one.summary.get("parameters_sha256") for one in alone}
-    return [f"{line}." for line in words.equal_parameters(hashes)]
+    equal = [f"{line}." for line in words.equal_parameters(hashes)]
+    return [f"{names}: {reason}."] * bool(bad) + equal
 
 
-def _speeds(entries: Sequence[Entry]) -> list[tuple[str, list[str]]]:
-    """A name and texts for each folder: the points of a sweep ran together."""
-    out: dict[pathlib.Path, tuple[str, list[str]]] = {}
+def _speeds(entries: Entries) -> list[tuple[str, Mapping[str, Any]]]:
+    """A name and a summary for each folder: the points of a sweep ran together."""
+    out: dict[pathlib.Path, tuple[str, Mapping[str, Any]]] = {}
     for entry in entries:
-        summary = entry.summary
-        texts = [
-            f"{summary['client_updates_per_second']:,.1f}",
-            f"{summary['samples_per_second']:,.0f}",
-            f"{summary['compile_seconds']:.0f}",
-            f"{summary['padding_efficiency']:.2f}",
-        ]
-        out.setdefault(entry.run.path, (_name_of_run(entry), texts))
+        out.setdefault(entry.run.path, (_name_of_run(entry), entry.summary))
     return list(out.values())

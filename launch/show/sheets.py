@@ -1,5 +1,6 @@
 """Tables as texts, and as Markdown."""
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -47,13 +48,17 @@ def side_by_side(sheet: Sheet) -> Sheet:
     return Sheet(sheet.title, notes, grids)
 
 
+def lines(heads: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+    """The lines of a grid in Markdown."""
+    head = "| | " + " | ".join(heads) + " |"
+    body = [f"| {name} | " + " | ".join(texts) + " |" for name, texts in rows]
+    return [head, "|---|" + "---|" * len(heads), *body]
+
+
 def markdown(sheet: Sheet) -> str:
     """A sheet as Markdown."""
-    lines = [f"### {sheet.title}", "", *sheet.notes]
+    out = [f"### {sheet.title}", "", *sheet.notes]
     for grid in sheet.grids:
         subject = f"**{grid.scenario}**, " if grid.scenario else ""
-        lines += ["", f"{subject}{grid.title}", ""]
-        lines.append("| | " + " | ".join(grid.heads) + " |")
-        lines.append("|---|" + "---|" * len(grid.heads))
-        lines += [f"| {name} | " + " | ".join(row) + " |" for name, row in grid.rows]
-    return "\n".join(lines) + "\n"
+        out += ["", f"{subject}{grid.title}", "", *lines(grid.heads, grid.rows)]
+    return "\n".join(out) + "\n"

@@ -32,9 +32,8 @@ def render(template: str, **values: Any) -> str:
 
 def inked() -> contextlib.AbstractContextManager[None]:
     """What is drawn inside has the page's colours and font size."""
-    parts = ("text", "xtick", "ytick", "grid")
-    colors = {f"{part}.color": INK for part in parts}
-    colors |= {"axes.edgecolor": INK, "axes.labelcolor": INK}
+    parts = ("text.", "xtick.", "ytick.", "grid.", "axes.edge", "axes.label")
+    colors = {f"{part}color": INK for part in parts}
     return matplotlib.rc_context(colors | {"font.size": 10})
 
 
@@ -70,8 +69,7 @@ def shown(figure: Figure, caption: str) -> dict[str, str]:
     for number, color in enumerate(looks.COLORS):
         text = text.replace(color.lower(), f"var(--c{number}, {color})")
     # Text uses the page's font.
-    for name in ("'DejaVu Sans'", "DejaVu Sans"):
-        text = text.replace(name, "system-ui")
+    text = re.sub("'?DejaVu Sans'?", "system-ui", text)
     return {"svg": text, "caption": caption}
 
 

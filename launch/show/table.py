@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import html as html_lib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.folder import record
@@ -13,6 +14,7 @@ from launch.show import derived, looks, sheets, significance, words
 if TYPE_CHECKING:
     import pandas
 
+TEST = significance.TEST
 # What a value is beside the control's: nothing shown, better or worse
 MARKS = {"": "", "better": "†", "worse": "‡"}
 _LATEX = {
@@ -39,7 +41,7 @@ class Value(NamedTuple):
 
     text: str
     mean: float | None = None
-    std: float = 0.0
+    std: float | None = None
     is_best: bool = False
     mark: str = ""
     p: float | None = None
@@ -81,35 +83,28 @@ class Table(NamedTuple):
             for one in self.columns
         ]
 
-    def _lines(self, bold: str) -> list[list[str]]:
-        """The texts of each row; `bold` has a place `{}`."""
-        lines = []
-        for index in range(len(self.rows)):
-            values = [column.values[index] for column in self.columns]
-            lines.append(
-                [
-                    (bold.format(v.text) if v.is_best else v.text) + MARKS[v.mark]
-                    for v in values
-                ]
-            )
-        return lines
+    def _lines(
+        self, bold: str, escape: Callable[[str], str] = str
+    ) -> Iterator[tuple[str, list[str]]]:
+        """The escaped name and texts of each row; `bold` has a place `{}`."""
+        values = zip(*(column.values for column in self.columns), strict=True)
+        for name, row in zip(self.names, values, strict=True):
+            texts = []
+            for value in row:
+                text = (bold if value.is_best else "{}").format(escape(value.text))
+                texts.append(text + escape(MARKS[value.mark]))
+            yield escape(name), texts
 
     def to_markdown(self) -> str:
         """The table as Markdown, with its notes."""
-        head = "| | " + " | ".join(self.heads()) + " |"
-        body = [
-            f"| {name} | " + " | ".join(line) + " |"
-            for name, line in zip(self.names, self._lines("**{}**"), strict=True)
-        ]
-        rule = "|---|" + "---|" * len(self.columns)
-        return "\n".join([head, rule, *body, "", *self.notes, ""])
+        lines = sheets.lines(self.heads(), self._lines("**{}**"))
+        return "\n".join([*lines, "", *self.notes, ""])
 
     def to_html(self) -> str:
         """The table as an element `<table>`, with its notes below."""
         cells = "".join(f"<th>{html_lib.escape(one)}</th>" for one in self.heads())
         body = ""
-        escaped = self._map(html_lib.escape)
-        for name, line in zip(escaped.rows, escaped._lines("<b>{}</b>"), strict=True):
+        for name, line in self._lines("<b>{}</b>", html_lib.escape):
             body += f"<tr><th>{name}</th>{''.join(f'<td>{v}</td>' for v in line)}</tr>"
         notes = "<br>".join(map(html_lib.escape, self.notes))
         return f"<table><tr><th></th>{cells}</tr>{body}</table><p>{notes}</p>"
@@ -118,28 +113,18 @@ class Table(NamedTuple):
 
     def to_latex(self) -> str:
         """The table as LaTeX, which needs no package, with its notes below."""
-        settings = list(dict.fromkeys(one.setting for one in self.columns))
-        lines = [
-            r"\begin{tabular}{l" + "r" * len(self.columns) + "}",
-            r"\hline",
-        ]
+        settings = collections.Counter(one.setting for one in self.columns)
+        lines = [rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}", r"\hline"]
         if len(settings) > 1:
-            counts = [sum(c.setting == s for c in self.columns) for s in settings]
             groups = [
                 rf"\multicolumn{{{count}}}{{c}}{{{_latex(setting)}}}"
-                for setting, count in zip(settings, counts, strict=True)
+                for setting, count in settings.items()
             ]
             lines.append(" & ".join(["", *groups]) + r" \\")
         titles = [_latex(_head(one.metric)) for one in self.columns]
         lines += [" & ".join(["Method", *titles]) + r" \\", r"\hline"]
-        escaped = self._map(_latex)
-        for name, line in zip(
-            escaped.rows, escaped._lines(r"\textbf{{{}}}"), strict=True
-        ):
-            marked = [
-                "".join(_LATEX.get(c, c) if c in "†‡" else c for c in v) for v in line
-            ]
-            lines.append(" & ".join([name, *marked]) + r" \\")
+        for name, line in self._lines(r"\textbf{{{}}}", _latex):
+            lines.append(" & ".join([name, *line]) + r" \\")
         lines += [r"\hline", r"\end{tabular}"]
         notes = [_latex(note) for note in self.notes]
         if notes:
@@ -148,7 +133,7 @@ class Table(NamedTuple):
 
     def to_sheet(self, title: str) -> sheets.Sheet:
         """The table for a page of runs: of several settings a grid for each metric."""
-        lines, settings = self._lines("**{}**"), [one.setting for one in self.columns]
+        settings = [one.setting for one in self.columns]
         groups = {"": range(len(settings))}
         if len(set(settings)) > 1:
             titles = [_head(one.metric) for one in self.columns]
@@ -159,8 +144,8 @@ class Table(NamedTuple):
         grids = []
         for group, numbers in groups.items():
             heads = [settings[n] if group else self.heads()[n] for n in numbers]
-            cells = [[line[n] for n in numbers] for line in lines]
-            rows = list(zip(self.names, cells, strict=True))
+            lines = self._lines("**{}**")
+            rows = [(name, [line[n] for n in numbers]) for name, line in lines]
             grids.append(sheets.Grid("", group, heads, rows))
         return sheets.Sheet(title, self.notes, grids)
 
@@ -174,23 +159,11 @@ class Table(NamedTuple):
         out = {}
         for head, column in zip(self.heads(), self.columns, strict=True):
             scale = min(column.metric.scale, 1)
-            for part in ("mean", "std", "p", "p_best"):
-                found = [
-                    None if value.mean is None else getattr(value, part)
-                    for value in column.values
-                ]
-                if part in ("mean", "std") and scale != 1:
-                    found = [None if one is None else scale * one for one in found]
-                out[head, part] = found
+            scales = {"mean": scale, "std": scale, "p": 1, "p_best": 1}
+            for part, factor in scales.items():
+                found = [getattr(value, part) for value in column.values]
+                out[head, part] = [one and factor * one for one in found]
         return pandas.DataFrame(out, index=pandas.Index(self.rows, name="method"))
-
-    def _map(self, change: Any) -> Table:
-        """The table with changed texts."""
-        columns = [
-            one._replace(values=[v._replace(text=change(v.text)) for v in one.values])
-            for one in self.columns
-        ]
-        return self._replace(rows=list(map(change, self.names)), columns=columns)
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -224,6 +197,9 @@ def made(
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
     columns, untested, missing = [], {}, {}
     for setting, found in runs.items():
+        since = {row: run and record.diverged(run) for row, run in found.items()}
+        bad = [row for row, round in since.items() if round is not None]
+        found = {row: None if row in bad else one for row, one in found.items()}
         for name in metrics:
             how = derived.metric(name, known) if known else words.metric(name)
             entries = _entries(found, name, control, until)
@@ -233,10 +209,8 @@ def made(
                 if test != "none" and name not in derived.TITLES
             }
             values = _values(how, entries, arrays, control)
-            values = [
-                Value("diverged") if run and record.diverged(run) is not None else value
-                for value, run in zip(values, found.values(), strict=True)
-            ]
+            pairs = zip(found, values, strict=True)
+            values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
             if known and name not in derived.TITLES and not any(entries.values()):
                 missing[name] = ""
@@ -248,9 +222,9 @@ def made(
     if seeds:
         many = f"Mean ± standard deviation of {max(seeds)} seeds."
         notes.append(many if max(seeds) > 1 else "One seed.")
+    other = looks.title(control)
     if test != "none":
-        name = looks.title(control)
-        beside = f"; † better and ‡ worse than {name}" if control else ""
+        beside = f"; † better and ‡ worse than {other}" if control else ""
         notes.append(
             "Bold: the best and all that are not shown to differ from it"
             f"{beside} ({significance.TEST})."
@@ -261,14 +235,12 @@ def made(
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")
     about = {
-        "hurt": f"clients that are worse off than with {looks.title(control)}",
-        "gain": f"mean over clients of the value less that with {looks.title(control)}",
+        "hurt": f"clients that are worse off than with {other}",
+        "gain": f"mean over clients of the value less that with {other}",
         "bottom_decile": "mean over the worst tenth of the clients",
     }
-    about |= dict.fromkeys(
-        ("until_rounds", "until_mb", "until_clock"),
-        f"until the mean over clients reaches {until:g} of {looks.title(control)}'s",
-    )
+    reached = f"until the mean over clients reaches {until:g} of {other}'s"
+    about |= dict.fromkeys(derived.PLACES, reached)
     needy = [n for n in metrics if n in derived.TITLES and n != "bottom_decile"]
     if needy and not control:
         about = {"bottom_decile": about["bottom_decile"]}
@@ -308,16 +280,12 @@ def _entries(
     found: Mapping[str, Record | None], name: str, control: str, until: float
 ) -> dict[str, dict[str, Any] | None]:
     """The metric of each run in the form of a summary, None = unknown."""
-    base = found.get(control)
-    if base and record.diverged(base) is not None:
-        base = None
     out: dict[str, dict[str, Any] | None] = {}
     for row, run in found.items():
-        if run is None or record.diverged(run) is not None:
+        if run is None or (row == control and name in ("hurt", "gain")):
             out[row] = None
         elif name in derived.TITLES:
-            is_self = row == control and name in ("hurt", "gain")
-            out[row] = None if is_self else derived.of(name, run, base, until)
+            out[row] = derived.of(name, run, found.get(control), until)
         else:
             out[row] = run.summary["metrics"].get(name)
     return out
@@ -347,13 +315,18 @@ def _values(
         )
         is_best = row in whole and best is not None and means[row] == means[best]
         is_best |= p_best is not None and p_best >= significance.LEVEL
-        mark = ""
-        if p is not None and p < significance.LEVEL:
-            gap, side = means[row] - means[control], sign * side
-            mark = "better" if gap > 0 < side else "worse" if gap < 0 > side else ""
+        gap = sign * (means[row] - means.get(control, 0.0))
         numbers = entry["mean"], entry["std"]
-        values.append(Value(how.text(entry), *numbers, is_best, mark, p, p_best))
+        shown = mark(how, gap, p, side)
+        values.append(Value(how.text(entry), *numbers, is_best, shown, p, p_best))
     return values
+
+
+def mark(how: words.Metric, gap: float, p: float | None = None, side: int = 0) -> str:
+    """`better` or `worse` where a test and the mean agree on it, else ""."""
+    if p is None or p >= significance.LEVEL or gap * side <= 0:
+        return ""
+    return "better" if (side > 0) == (how.better != "lower") else "worse"
 
 
 def tested(arrays: Mapping[str, Any], base: str | None) -> dict[str, tuple[float, int]]:

@@ -52,7 +52,7 @@ _OWN_FORMS: dict[str, dict[str, Any]] = {
     "best_round": {"digits": 0, "form": ".0f"},
 }
 
-# In the order of tables. A text has perplexities instead of accuracies.
+# In the order of tables
 TITLES = {
     "global_accuracy": "Global",
     "c_spec": "C-Spec",
@@ -79,17 +79,14 @@ TITLES = {
     "best_round": "Best round",
     "dropped": "dropped",
     "critical": "critical",
-    "global_perplexity": "Global",
-    "client_perplexity": "Client",
-    "trained_perplexity": "Trained",
-    "fine_tuned_perplexity": "Fine-tuned",
-    "unseen_perplexity": "Unseen",
-    "unseen_fine_tuned_perplexity": "Unseen, fine-tuned",
-    "train_perplexity": "Global, train rows",
-    "client_perplexity_pooled": "Client, pooled",
-    "worst_decile_perplexity": "Worst decile",
-    "client_perplexity_std": "Std over clients",
-    "ensemble_perplexity": "Ensemble",
+}
+# A text has perplexities instead of accuracies.
+TITLES |= {
+    name.replace("accuracy", "perplexity"): title
+    for name, title in TITLES.items()
+    if "accuracy" in name
+} | {"client_perplexity": "Client"}
+TITLES |= {
     "global_macro_f1": "Global macro F1",
     "client_macro_f1": "Client macro F1",
     "client_macro_f1_pooled": "Client macro F1, pooled",
@@ -128,13 +125,7 @@ _HEADLINE = re.compile(
     r"|((client|trained)_)?masked_perplexity"
 )
 HEADLINES = tuple(filter(_HEADLINE.fullmatch, TITLES))
-_NEITHER_BETTER = (
-    "best_round",
-    "exits_disagree",
-    "dropped_later",
-    "dropped",
-    "critical",
-)
+_NEITHER_BETTER = re.compile(r"best_round|exits_disagree|dropped(_later)?|critical")
 _LOWER_BETTER = re.compile(
     r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?|bytes_(up|down)|clock"
 )
@@ -159,7 +150,7 @@ def metric(
     """How a metric is shown; `known` are declared kinds, `classes` as in `title`."""
     kind, better = metric_kinds.of(name, known), "higher"
     plain = name.removeprefix(metric_kinds.VALIDATION)
-    if plain in _NEITHER_BETTER:
+    if _NEITHER_BETTER.fullmatch(plain):
         better = ""
     elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
@@ -193,11 +184,7 @@ def axis(metric: Metric) -> str:
 
 
 def mean_and_std(
-    entry: Mapping[str, Any],
-    scale: float = 100,
-    digits: int = 1,
-    sign: str = "±",
-    width: int = 1,
+    entry: Mapping[str, Any], scale: float, digits: int, sign: str = "±", width: int = 1
 ) -> str:
     """A metric's mean over seeds, and its standard deviation if there are several.
 
@@ -229,17 +216,15 @@ def headline(
             texts.sort(key=lambda text: (text == "nan", float(text)))
             out[name] = " to ".join(dict.fromkeys((texts[0], texts[-1])))
         return out
-    shared = set.intersection(*(set(record) for record in records))
+    shared = set.intersection(*map(set, records))
     # C-Spec, C-Gen and C-Per replace the clients' accuracy.
     hidden = {"client_accuracy"} if "c_gen" in shared else set()
 
     def mean(name: str) -> float:
         return sum(record[name] for record in records) / len(records)
 
-    out = {}
-    for name in headlines(shared - hidden):
-        how = metric(name)
-        out[how.title] = f"{how.scale * mean(name):.{how.digits}f}"
+    known = map(metric, headlines(shared - hidden))
+    out = {how.title: f"{how.scale * mean(how.name):.{how.digits}f}" for how in known}
     loss = {"loss": f"{mean('train_loss'):.3f}"} if "train_loss" in shared else {}
     return out | loss
 

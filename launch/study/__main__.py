@@ -77,8 +77,7 @@ def _methods(asked: Options) -> None:
         print("\n".join(found.lines()), f"\n{found.estimate()}", sep="")
         return
     try:
-        shard = int(index), int(count)
-        found.run(shard=shard, cell_timeout=asked.cell_timeout)
+        found.run(shard=(int(index), int(count)), cell_timeout=asked.cell_timeout)
     except KeyboardInterrupt as error:
         flags.fail(f"{error}; the same command continues", 130)
     print(found.table(), flush=True)
@@ -101,9 +100,8 @@ def command(argv: list[str]) -> None:
             return _methods(asked)
         if len(words) != 1:
             raise ValueError(f"give one study: {', '.join(cells.studies())}")
-        folder = pathlib.Path(asked.folder) if asked.folder else None
-        found = study.Study(words[0], folder, asked.part, asked.target)
-    left, every = found.left(), found.wanted()
+        found = study.Study(words[0], asked.folder, asked.part, asked.target)
+    left, every = found.left(), found.wanted
     computed = found.computed(left)
     if asked.dry_run:
         print("\n".join(found.lines(left, computed)))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import algorithms
+from data import files
 from fedjax_pfl import levels
 from fedjax_pfl import options as options_lib
 from launch.config import presets, registry, resolve
@@ -39,6 +40,7 @@ _SETTINGS = ("how", "options", "data", "rounds", "repeats", "processes")
 _PARTS = (*_SETTINGS, "seconds", "times", "only", "estimated", "paper")
 
 Sheet = Mapping[str, Any]
+Number = float | list[float] | None  # of a paper
 
 
 class Cell(NamedTuple):
@@ -60,7 +62,7 @@ class Cell(NamedTuple):
     settings: dict[str, Any]
     seconds: float = 0.0
     is_estimated: bool = False
-    paper: list[float | list[float] | None] | None = None
+    paper: list[Number] | None = None
     teacher: tuple[str, str] | None = None
 
     @property
@@ -133,10 +135,7 @@ def named(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def merged(sheet: str, *parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges the parts of a cell and the objects in them; later ones win.
-
-    Raises a ValueError for a name that no part has.
-    """
+    """Merges the parts of a cell and the objects in them; later ones win."""
     out: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -186,7 +185,7 @@ def cells(
     dataset: str = "",
     value: str = "",
     row: str = "",
-    given: Mapping[str, Any] | None = None,
+    given: Mapping[str, Any] = {},
 ) -> list[Cell]:
     """All requested cells and their teachers, ordered by value and row.
 
@@ -204,7 +203,7 @@ def cells(
     if known not in sheet.get("datasets", {"": {}}) and not sheet.get("any_dataset"):
         every = ", ".join(sheet["datasets"])
         raise ValueError(f"--dataset={dataset}: this table has {every}")
-    values, rows, given = sheet["values"], sheet["rows"], given or {}
+    values, rows = sheet["values"], sheet["rows"]
     names, lines = chosen("scenario", value, values), chosen("row", row, rows)
     for flag, one in given.items():
         names = _of_value(values, names, flag, one)
@@ -273,7 +272,7 @@ def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
     cell. Neither these nor the sheet may make a row a method other than its name says.
     """
     options, algo = cell.options, cell.options["algo"]
-    try:
+    with files.named(str(cell)):
         options_lib.check_one_of("how", cell.how, HOWS)
         for name in options:
             if name not in has_any:
@@ -290,5 +289,3 @@ def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
         if is_other or other.options.keys() & given.keys():
             rows = "choose the other rows with --row" if given else "rename the row"
             raise ValueError(f"{other.flags} is the method {other.name}; {rows}")
-    except ValueError as error:
-        raise ValueError(f"{cell}: {error}") from error

@@ -34,9 +34,8 @@ def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] |
         _, hparams = resolve.configure(given)
         recorded = flagfile.RunFlags.read(path).completed(hparams)
         typed, wanted = recorded.typed(algo), vars(hparams) | given
-        if any(typed.get(name) != value for name, value in wanted.items()):
-            return None
-        if not recorded.options.keys() <= registry.fields_of(algo).keys():
+        is_same = all(typed.get(name) == value for name, value in wanted.items())
+        if not (is_same and recorded.options.keys() <= registry.fields_of(algo).keys()):
             return None
         done = finished.read(folder)
         return done and done | {"records": finished.records(folder)}

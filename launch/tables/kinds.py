@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pathlib
-import platform
 import re
 import socket
 import sys
@@ -111,8 +110,7 @@ def rounds(settings: Settings) -> dict[str, Any]:
 def loop(settings: Settings) -> dict[str, Any]:
     """Times the same rounds with one client after another."""
     # Other devices would only repeat the same computation.
-    options = settings["options"] | {"client_chunk": 1, "devices": 1}
-    made = drawn(settings | {"options": options}, _total(settings))
+    made = drawn(settings, _total(settings), client_chunk=1, devices=1)
     plain = loops.LOOPS[settings["how"]](made)
     plain.prepare(0, _total(settings))
     plain.run(0, FIRST)
@@ -232,11 +230,6 @@ KINDS = {
 }
 
 
-def _machine() -> dict[str, Any]:
-    count = {"device": devices.name(), "devices": jax.device_count()}
-    return devices.processor() | count
-
-
 @ending.command
 def command(argv: list[str]) -> None:
     """Runs the cell whose settings are on stdin."""
@@ -246,14 +239,11 @@ def command(argv: list[str]) -> None:
             figures = KINDS[settings["how"]](settings)
         except child.Failed as error:
             raise ValueError(error) from error
-    versions = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-    }
+    versions, machine = devices.versions(), devices.processor()
+    machine |= {"device": devices.name(), "devices": jax.device_count()}
     if settings["how"] == "torch":
         versions["torch"] = sys.modules["torch"].__version__
-    out = {"figures": figures, "versions": versions, "machine": _machine()}
+    out = {"figures": figures, "versions": versions, "machine": machine}
     print(json.dumps(out), flush=True)
 
 

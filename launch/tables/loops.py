@@ -20,12 +20,10 @@ from launch.experiment import Experiment
 
 
 class Batches(NamedTuple):
-    """A client's rows of the data set in a round, int32[S, B] padded with -1, its
-    number of train examples, and the client.
-    """
+    """A client's batches in a round."""
 
-    rows: np.ndarray
-    weight: int
+    rows: np.ndarray  # of the data set, int32[S, B] padded with -1
+    weight: int  # its number of train examples
     client: int
 
 
@@ -41,16 +39,16 @@ class Loop:
         experiment: The rounds to follow.
         servers: The present server of each variant.
         trained: Returns a server after a round of some clients at a learning rate.
-        compile: Compiles what `trained` needs for some rounds.
         params_of: Returns a server's parameters, as in a RoundState.
+        compile: Compiles what `trained` needs for some rounds.
         plans: The rounds that are prepared.
     """
 
     experiment: Experiment
     servers: list[Any]
     trained: Callable[[Any, Sequence[Batches], float], Any]
-    compile: Callable[[Rounds], None]
     params_of: Callable[[Any], Any] = lambda server: server
+    compile: Callable[[Rounds], None] = lambda plans: None
     plans: Rounds = dataclasses.field(default_factory=dict)
 
     def prepare(self, first: int, end: int) -> None:
@@ -188,7 +186,7 @@ def in_jax(experiment: Experiment) -> Loop:
             update(every[0], every[0], data, rows, none, *np.zeros(2, np.float32))
         jax.block_until_ready(mean(every[0], np.float32(1)))
 
-    return Loop(experiment, every, trained, compile)
+    return Loop(experiment, every, trained, compile=compile)
 
 
 def torch_net(torch: Any, params: tuple[Any, ...], padding: str = "valid") -> Any:
@@ -275,10 +273,6 @@ def in_torch(experiment: Experiment) -> Loop:
         torch_round(torch, server, client, clients, examples, sgd)
         return server
 
-    def compile(plans: Rounds) -> None:
-        # PyTorch compiles nothing, but its first pass is slow.
-        client(image[:1]).sum().backward()
-
     def params_of(server: Any) -> Any:
         def stage(dense: Any) -> dict[str, Any]:
             bias, weight = dense.bias.detach(), dense.weight.detach()
@@ -286,7 +280,7 @@ def in_torch(experiment: Experiment) -> Loop:
 
         return tuple(map(stage, server[::2]))
 
-    return Loop(experiment, servers, trained, compile, params_of)
+    return Loop(experiment, servers, trained, params_of)
 
 
 LOOPS = {"loop": in_jax, "torch": in_torch}

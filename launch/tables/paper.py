@@ -9,7 +9,7 @@ from data import texts
 from launch.run import summaries
 from launch.show import curves, sheets, words
 from launch.show.sheets import Grid
-from launch.tables.cells import Cell, Sheet
+from launch.tables.cells import Cell, Number, Sheet
 
 Done = Mapping[str, Any] | None  # a run's summary, None = it has not run yet
 Results = Sequence[tuple[Cell, Done]]
@@ -35,10 +35,7 @@ def of_dataset(sheet: Sheet, dataset: str, masked_loss: str | None = None) -> Sh
 
 
 def sheet(
-    table: Sheet,
-    dataset: str,
-    results: Results,
-    given: Mapping[str, Any] | None = None,
+    table: Sheet, dataset: str, results: Results, given: Mapping[str, Any] = {}
 ) -> sheets.Sheet:
     """Formats the cells of a paper's table: paper / ours mean +- std / difference.
 
@@ -63,7 +60,12 @@ def sheet(
     values = list(dict.fromkeys(cell.value for cell, _ in results))
     rows = list(dict.fromkeys(cell.row for cell, _ in results))
     digits = table.get("digits")
-    shown = {c.place: _texts(c, done, metrics, digits) for c, done in results}
+    shown: dict[tuple[str, str], dict[str, str]] = {}
+    for cell, done in results:
+        numbers = cell.paper or [None]
+        numbers = numbers * (len(metrics) if len(numbers) == 1 else 1)
+        pairs = zip(metrics, numbers, strict=True)
+        shown[cell.place] = {m: _text(done, m, n, digits) for m, n in pairs}
     if "columns" in table or len(metrics) == 1:
         legend = f"{table.get('columns', 'percent')}, {legend}"
         parts = [
@@ -104,26 +106,11 @@ def sheet(
     return sheets.Sheet(table["title"], notes, grids)
 
 
-def _texts(
-    cell: Cell, done: Done, metrics: Sequence[str], digits: int | None
-) -> dict[str, str]:
-    """The texts of a cell by metric; a single number of the paper is used for all.
+def _text(done: Done, metric: str, number: Number, digits: int | None) -> str:
+    """`paper / ours / difference`, or ours alone if the paper has no number.
 
     `digits` are the decimals of percentages, None = the usual ones.
     """
-    paper = cell.paper or [None]
-    numbers = paper if len(paper) == len(metrics) else paper * len(metrics)
-    pairs = zip(metrics, numbers, strict=True)
-    return {metric: _text(done, metric, number, digits) for metric, number in pairs}
-
-
-def _text(
-    done: Done,
-    metric: str,
-    number: float | list[float] | None,
-    digits: int | None,
-) -> str:
-    """`paper / ours / difference`, or ours alone if the paper has no number."""
     pair = number if isinstance(number, list) else [number]
     paper = " ± ".join(f"{one:.2f}" for one in pair if one is not None)
     before = f"{paper} / " if paper else ""

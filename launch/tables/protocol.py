@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import pathlib
 import shutil
 import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data import files
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
 STUDY, PACKED = store.STUDY, "study of methods"
-_TABLES = ("md", "tex")
 _EPOCHS = "fine_tune_epochs"
 _NONE = ("", ".", "..")  # names of no folder
 # A study as a file, see `read`
@@ -70,10 +70,8 @@ class Study:
         an option is wrong or the folder holds something else.
         """
         self._given = trials.as_json(given)
-        try:
+        with files.named("study"):
             json_text.check(self._given, FILE)
-        except ValueError as error:
-            raise ValueError(f"study: {error}") from error
         self.rows = list(given["rows"])
         self.settings = {
             name: one.get("options", {})
@@ -86,19 +84,17 @@ class Study:
         self.metrics = list(given.get("metrics", ()))
         self.options = dict(given.get("common", {}).get("options", {}))
         self._bases = _bases(given["rows"])
+        # (setting, method) pairs, each of which one process runs
+        self._units = list(itertools.product(self.settings, self._bases))
         self._check()
         self._is_opened, self._temporary = is_opened, None
         if not folder:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
         self.folder, self.failed = pathlib.Path(folder), []
-        self.notes: list[str] = []
-        self._options: dict[str, dict[str, dict[str, Any]]] = {}
-        self._tuned: dict[str, dict[str, Any]] = {}
-        self._hashes: dict[str, dict[str, str]] = {}
+        self._options, self._tuned, self._hashes, self.notes = self._prepared()
         self._records: dict[str, Record] = {}
         self._choices: dict[tuple[str, str], tuning.Choice] = {}
-        self._prepare(is_opened)
 
     def _check(self) -> None:
         if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
@@ -117,12 +113,12 @@ class Study:
         for name, values in self.tune.items():
             if not values or len(set(map(str, values))) < len(values):
                 raise ValueError(f"study: tune: {name}: expected different values")
+        fine_tuned = [row for row in self.rows if row.endswith(FINE_TUNED)]
         for setting, own in self.settings.items():
             options = self.options | own
-            has_epochs = options.get(_EPOCHS) or _EPOCHS in self.tune
-            if self._fine_tuned() and not has_epochs:
-                first, where = self._fine_tuned()[0], f" in {setting}" * bool(setting)
-                raise ValueError(f"study: {first}{where} needs fine_tune_epochs")
+            if fine_tuned and not (options.get(_EPOCHS) or _EPOCHS in self.tune):
+                where = f" in {setting}" * bool(setting)
+                raise ValueError(f"study: {fine_tuned[0]}{where} needs {_EPOCHS}")
             for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
                 if name in options:
                     raise ValueError(f"study: {name} is decided by the study; omit it")
@@ -133,23 +129,19 @@ class Study:
             every = ", ".join(self.rows)
             raise ValueError(f"study: {what}={name}: expected one of {every}")
 
-    def _fine_tuned(self) -> list[str]:
-        return [row for row in self.rows if row.endswith(FINE_TUNED)]
-
-    def _prepare(self, is_opened: bool) -> None:
-        """Finds each method's options, as `compare` does, or reads those of before."""
+    def _prepared(self) -> Sequence[Any]:
+        """Options, those to tune, and hashes by setting and method; and notes."""
         path = self.folder / STUDY
         if path.is_file():
             held = _held(path)
             is_same = held["given"] == self._given
-            if is_opened or (is_same and not trials.is_of_python(self._given)):
-                found = held["prepared"]
-                self._options, self._tuned, self._hashes, self.notes = found
-                return
-        elif self.folder.exists() and not _is_empty(self.folder):
+            if self._is_opened or (is_same and not trials.is_of_python(self._given)):
+                return held["prepared"]
+        elif store.is_taken(self.folder):
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
             )
+        of_settings, tuned, hashes, notes = {}, {}, {}, []
         for setting, own in self.settings.items():
             options = self.options | own | {"num_seeds": self.seeds}
             chosen = {"summary": summaries.BEST} | options
@@ -168,20 +160,19 @@ class Study:
                 if not cannot:
                     compared = compare.compare(self._bases, run=False, **chosen)
                 else:
-                    line = f"validation rows choose no round, as {', '.join(cannot)} "
-                    line += "cannot be measured on them; the summary is that of the "
-                    line += "options"
-                    self.notes += [line] * (line not in self.notes)
-            self.notes += [n for n in compared.notes if n not in self.notes]
-            self._options[setting], of_rows = dict(compared.options), {}
+                    notes.append(
+                        f"validation rows choose no round, as {', '.join(cannot)} "
+                        "cannot be measured on them; the summary is that of the options"
+                    )
+            notes += compared.notes
+            of_settings[setting], of_rows = dict(compared.options), {}
             for base, made in compared.items():
                 own = self._bases[base]
                 free = {n: v for n, v in self.tune.items() if n not in own}
                 of_rows[base] = tuning.ways(free, made, own["algo"])
                 odd = [n for n in self.tune if n in own]
-                lines = [f"{base} has its own {n} and is not tuned in it" for n in odd]
-                self.notes += [one for one in lines if one not in self.notes]
-            self._tuned[setting] = of_rows
+                notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
+            tuned[setting] = of_rows
             is_owned = has_val and bool(first.data.partition.val.count.any())
             for row in self.rows:
                 base = row.removesuffix(FINE_TUNED)
@@ -192,7 +183,7 @@ class Study:
                         "that belong to no client; give rows of clients with "
                         f"partition=natural, or val_split in their place, or omit {row}"
                     )
-            self._hashes[setting] = {
+            hashes[setting] = {
                 base: {
                     "data": one.examples_sha256,
                     "own": one.own_sha256,
@@ -204,15 +195,13 @@ class Study:
         for name in self.tune:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
-        self.notes += filter(None, map(derived.unusual, self.metrics))
+        notes += filter(None, map(derived.unusual, self.metrics))
         self.folder.mkdir(parents=True, exist_ok=True)
-        prepared = self._options, self._tuned, self._hashes, self.notes
-        body = {
-            "study": PACKED,
-            "given": self._given,
-            "prepared": trials.as_json(prepared),
-        }
+        prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
+        body = {"study": PACKED, "given": self._given}
+        body["prepared"] = trials.as_json(prepared)
         finished.write_text(path, json.dumps(body, indent=1) + "\n")
+        return prepared
 
     def _trial(
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
@@ -272,10 +261,6 @@ class Study:
             label = "" if plain.options == chosen.options else ".ft"
         return self._trial(setting, base, label, chosen.options)
 
-    def _units(self) -> list[tuple[str, str]]:
-        """(setting, method) pairs, each of which one process runs."""
-        return [(s, base) for s in self.settings for base in self._bases]
-
     def _finals(self, setting: str, base: str) -> list[trials.Trial | None]:
         """The last trials of a method and of its fine-tuned row, each once."""
         rows = [r for r in (base, base + FINE_TUNED) if r in self.rows] or [base]
@@ -285,27 +270,28 @@ class Study:
     def _path(self, trial: trials.Trial) -> pathlib.Path:
         return self.folder / "runs" / trial.name
 
+    def _cell(self, trial: trials.Trial) -> pathlib.Path:
+        return self.folder / "cells" / f"{trial.name}.json"
+
     def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options."""
-        path = self.folder / "cells" / f"{trial.name}.json"
-        try:
-            return json_text.read(path.read_bytes(), {"key": dict})["key"] == trial.key
-        except FileNotFoundError:
-            return False
-        except ValueError as error:
-            line = f"{path} is damaged: {error}; remove it, and its run is read again"
-            raise ValueError(line) from error
+        done = store.read(self._cell(trial), {"key": dict}, "run is read again")
+        return done is not None and done["key"] == trial.key
+
+    def _trials(self) -> Iterator[tuple[str, trials.Trial | None]]:
+        """The name and trial of every run, None before its tuning is finished."""
+        for unit in self._units:
+            for one in [*self.tuning(*unit), *self._finals(*unit)]:
+                yield one.name if one else "/".join(filter(None, unit)), one
 
     def lines(self) -> list[str]:
         """A line for each known trial: finished or to run."""
         out = []
-        for unit in self._units():
-            for trial in [*self.tuning(*unit), *self._finals(*unit)]:
-                if trial is None:
-                    out.append(f"{'/'.join(filter(None, unit)):<60} after its tuning")
-                else:
-                    state = "finished" if self.is_finished(trial) else "to run"
-                    out.append(f"{trial.name:<60} {state}")
+        for name, trial in self._trials():
+            state = "after its tuning"
+            if trial is not None:
+                state = "finished" if self.is_finished(trial) else "to run"
+            out.append(f"{name:<60} {state}")
         return out
 
     def estimate(self) -> estimates.Estimate:
@@ -315,14 +301,14 @@ class Study:
         many runs, as on a CPU, and `early_stop` is not foreseen.
         """
         found = []
-        for setting, base in self._units():
+        for setting, base in self._units:
             first = self.tuning(setting, base)
-            points = 1
-            for name in self._tuned[setting][base]["sweep"]:
-                points *= len(self.tune[name])
+            swept = self._tuned[setting][base]["sweep"]
+            points = math.prod(len(self.tune[name]) for name in swept)
+            finals = self._finals(setting, base)
             variants = [points * self.tune_seeds] * len(first)
-            variants += [self.seeds] * len(self._finals(setting, base))
-            known = [*first, *filter(None, self._finals(setting, base))]
+            variants += [self.seeds] * len(finals)
+            known = filter(None, [*first, *finals])
             done = [one for one in known if self.is_finished(one)]
             options = self._trial(setting, base, "", {"num_seeds": 1}).options
             name = ", ".join(filter(None, [base, setting]))
@@ -361,7 +347,7 @@ class Study:
                 f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
             )
         self.failed, self._shows, self._told = [], progress, set()
-        for setting, base in self._units()[index - 1 :: count]:
+        for setting, base in self._units[index - 1 :: count]:
             first = self.tuning(setting, base)
             if not all([self._run(one, progress, cell_timeout) for one in first]):
                 continue
@@ -410,19 +396,15 @@ class Study:
             self.failed.append(trial.name)
             return False
         seconds = round(time.perf_counter() - begin, 1)
-        path = self.folder / "cells" / f"{trial.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        body = {"key": trial.key, "seconds": seconds}
-        finished.write_text(path, json.dumps(body, indent=1, sort_keys=True) + "\n")
+        store.write(self._cell(trial), {"key": trial.key, "seconds": seconds})
         return True
 
     def _equal(self, trial: trials.Trial) -> trials.Trial | None:
         """A finished trial with the same options under another name."""
-        for unit in self._units():
-            for one in [*self.tuning(*unit), *self._finals(*unit)]:
-                if one and one.key == trial.key and one.name != trial.name:
-                    if self.is_finished(one):
-                        return one
+        for name, one in self._trials():
+            if one and one.key == trial.key and name != trial.name:
+                if self.is_finished(one):
+                    return one
         return None
 
     def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
@@ -457,17 +439,17 @@ class Study:
         Those of a fine-tuned row are `derived.fine_tuned`, unless validation rows say
         that no fine-tuning is better.
         """
-        out: dict[str, Record | None] = {}
+        setting, out = self._setting(setting), {}
         for row in self.rows:
-            final = self.final(self._setting(setting), row)
+            final = self.final(setting, row)
             if final is None or not self.is_finished(final):
                 out[row] = None
                 continue
             if final.name not in self._records:
                 self._records[final.name] = record.read(self._path(final))
             found = self._records[final.name]
-            is_tuned = row.endswith(FINE_TUNED) and self._fine_tunes(setting, row)
-            out[row] = derived.fine_tuned(found) if is_tuned else found
+            is_fine_tuned = self.choice(setting, row).is_fine_tuned
+            out[row] = derived.fine_tuned(found) if is_fine_tuned else found
         return out
 
     def _done(self, setting: str) -> dict[str, Record]:
@@ -487,9 +469,6 @@ class Study:
                 raise ValueError(f"setting={setting}: the study has none; omit it")
             raise ValueError(f"setting={setting}: expected one of {', '.join(known)}")
         return setting
-
-    def _fine_tunes(self, setting: str, row: str) -> bool:
-        return self.choice(self._setting(setting), row).is_fine_tuned
 
     def load(self, row: str, setting: str = "") -> Experiment:
         """A row's run with its models, to look into clients, or a ValueError.
@@ -556,7 +535,8 @@ class Study:
             "validation rows."
             for setting in self.settings
             for row, run in runs[setting].items()
-            if run and row.endswith(FINE_TUNED) and not self._fine_tunes(setting, row)
+            if run and row.endswith(FINE_TUNED)
+            if not self.choice(setting, row).is_fine_tuned
         ]
         every = [one for found in runs.values() for one in found.values()]
         if missing := sum(one is None for one in every):
@@ -598,13 +578,19 @@ class Study:
         sheet = self.table().to_sheet("Methods")
         return page.page(every[setting], control, [sheet], title, every)
 
+    def _tables(self) -> dict[str, str]:
+        """The results as a table, by the name of its file."""
+        shown = self.table()
+        return {"tables.md": shown.to_markdown(), "tables.tex": shown.to_latex()}
+
     def write(self) -> list[pathlib.Path]:
         """Writes the tables and for each setting a page and pictures; their paths."""
         from launch.show import svg  # slow imports
 
-        shown, out = self.table(), [self.folder / f"tables.{end}" for end in _TABLES]
-        finished.write_text(out[0], shown.to_markdown())
-        finished.write_text(out[1], shown.to_latex())
+        out = []
+        for name, text in self._tables().items():
+            out.append(self.folder / name)
+            finished.write_text(out[-1], text)
         for setting in self.settings:
             if not any(self.runs(setting).values()):
                 continue
@@ -626,17 +612,16 @@ class Study:
         if target.suffix != ".zip":
             raise ValueError(f"pack({str(path)!r}): expected a name that ends in .zip")
         every = [one for one in sorted(self.folder.rglob("*")) if one != target]
+        tables = self._tables()
+        skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER, *tables}
         target.parent.mkdir(parents=True, exist_ok=True)
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
             for file in every:
                 name = file.relative_to(self.folder)
-                skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER}
-                skipped |= {f"tables.{end}" for end in _TABLES}
                 if file.is_file() and not skipped & set(name.parts):
                     out.write(file, name)
-            shown = self.table()
-            out.writestr("tables.md", shown.to_markdown())
-            out.writestr("tables.tex", shown.to_latex())
+            for name, text in tables.items():
+                out.writestr(name, text)
         return target
 
     def __repr__(self) -> str:
@@ -651,10 +636,6 @@ class Study:
 def _slug(name: str) -> str:
     """A name as that of a file or folder."""
     return cells.slug(name).replace("/", "-")
-
-
-def _is_empty(folder: pathlib.Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
 
 
 def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

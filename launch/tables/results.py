@@ -83,7 +83,7 @@ class Result(NamedTuple):
         """A figure as text, or why it is missing."""
         value, how = self.figure(name), FIGURES[name]
         if isinstance(value, Mapping):
-            return words.mean_and_std(value, how.scale)
+            return words.mean_and_std(value, how.scale, digits=1)
         if value is not None:
             return format(value if how.scale == 1 else how.scale * value, how.form)
         if name.startswith(ESTIMATE):

@@ -8,6 +8,7 @@ from typing import Any
 from data import files
 from fedjax_pfl import json_text
 from launch.folder import finished
+from launch.tables.cells import Cell
 
 Object = Mapping[str, Any]  # of JSON
 STUDY = "study.json"
@@ -58,9 +59,34 @@ class File:
         finished.write_text(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def is_taken(path: pathlib.Path) -> bool:
+    """Whether a path is anything but a new or empty folder."""
+    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
+
+
 def is_study(folder: pathlib.Path) -> bool:
     """Whether a folder is that of a study."""
     return (folder / STUDY).is_file()
+
+
+def read(path: pathlib.Path, kind: Any, cure: str) -> dict[str, Any] | None:
+    """A finished cell's file, None without one.
+
+    `cure` is what its ValueError promises for a damaged file that one removes.
+    """
+    try:
+        return json_text.read(path.read_bytes(), kind)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        line = f"{path} is damaged: {error}; remove it, and its {cure}"
+        raise ValueError(line) from error
+
+
+def write(path: pathlib.Path, cell: Object) -> None:
+    """Stores a finished cell atomically, or raises an OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    finished.write_text(path, json.dumps(cell, indent=1, sort_keys=True) + "\n")
 
 
 class Folder:
@@ -80,7 +106,7 @@ class Folder:
                 raise ValueError(f"{file} is damaged: it names no study") from error
         elif not name:
             raise ValueError(f"{path} holds no study: there is no {STUDY} in it")
-        elif path.is_file() or (path.is_dir() and any(path.iterdir())):
+        elif is_taken(path):
             raise ValueError(
                 f"--folder={path} holds something else than a study; give a new folder"
             )
@@ -97,26 +123,13 @@ class Folder:
             text = json.dumps({"study": self.name})
             finished.write_text(self.path / STUDY, f"{text}\n")
 
-    def get(self, name: str, settings: Object) -> dict[str, Any] | None:
-        """The cell `name` if it is finished and has these settings, else None.
+    def get(self, cell: Cell) -> dict[str, Any] | None:
+        """The result of a cell, None if it is not finished with its settings."""
+        done = read(self.path / f"{cell.name}.json", MEASURED, "cell runs again")
+        return done if done and done["settings"] == cell.settings else None
 
-        Raises ValueError if its file is damaged.
-        """
-        path = self.path / f"{name}.json"
-        try:
-            done = json_text.read(path.read_bytes(), MEASURED)
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is damaged: {error}; remove it, and its cell runs again"
-            ) from error
-        return done if done["settings"] == settings else None
-
-    def put(self, name: str, settings: Object, done: Object) -> None:
-        """Stores a cell atomically, or raises an OSError."""
-        entry = {**{part: done.get(part) for part in MEASURED}, "settings": settings}
-        path = self.path / f"{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(finished.finite(entry), indent=1, sort_keys=True)
-        finished.write_text(path, f"{text}\n")
+    def put(self, cell: Cell, done: Object) -> None:
+        """Stores the result of a cell, see `write`."""
+        known = {part: done.get(part) for part in MEASURED}
+        entry = finished.finite(known | {"settings": cell.settings})
+        write(self.path / f"{cell.name}.json", entry)

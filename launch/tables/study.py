@@ -25,43 +25,36 @@ REPORT = "report.html"
 
 
 class Study:
-    """A study with its folder and the requested cells."""
+    """A study with its folder; `wanted` are its requested cells and their estimates."""
 
     def __init__(
-        self,
-        name: str,
-        folder: pathlib.Path | None = None,
-        part: str = "",
-        target: str = TARGET,
+        self, name: str, folder: Any = "", part: str = "", target: str = TARGET
     ):
-        """Reads the study and its finished cells.
+        """Reads the study and its finished cells; ValueError if one is wrong.
 
-        `name` is the study, empty = that in `folder`; `folder` is None = the folder of
-        that name; `part` has sheets separated by commas, empty = all; `target` is the
-        chip of the estimates, empty = none. Raises a ValueError if a name, the folder
-        or a file in it is wrong.
+        `name` is the study, empty = that in `folder`; an empty `folder` is that of the
+        name; `part` has sheets separated by commas, empty = all; `target` is the chip
+        of the estimates, empty = none.
         """
         studies = cells.studies()
         if name:
             cells.named("study", name, studies)
-        self.folder = store.Folder(folder or pathlib.Path("runs/study") / name, name)
+        path = pathlib.Path(folder or f"runs/study/{name}")
+        self.folder = store.Folder(path, name)
         self.name, self.target = self.folder.name, target
         self.table = cells.named("study", self.name, studies)
         every = {n: cells.cells(one) for n, one in self.table["sheets"].items()}
         self.sheets = cells.chosen("part", part, every)
         self.cells = [cell for n in self.sheets for cell in every[n]]
         self._every = self._with_estimates([c for one in every.values() for c in one])
-        hows = {cell.how for cell in self.wanted()}
+        self.wanted = self._with_estimates(self.cells)
+        hows = {cell.how for cell in self.wanted}
         self.absent = {
             how: reason
             for how, (package, reason) in NEEDS.items()
             if how in hows and importlib.util.find_spec(package) is None
         }
         self.results()  # names a damaged file before anything runs
-
-    def wanted(self) -> list[Cell]:
-        """The requested cells, each followed by its estimate."""
-        return self._with_estimates(self.cells)
 
     def _with_estimates(self, found: Sequence[Cell]) -> list[Cell]:
         return [one for cell in found for one in (cell, self._estimate(cell)) if one]
@@ -71,16 +64,12 @@ class Study:
         has_one = cell.is_estimated and self.target
         return cell.estimate(self.target, ESTIMATE_SECONDS) if has_one else None
 
-    def get(self, cell: Cell) -> dict[str, Any] | None:
-        """The result of a cell, None if it is not finished."""
-        return self.folder.get(cell.name, cell.settings)
-
     def left(self) -> list[Cell]:
         """The cells that have not run, but could."""
         return [
             cell
-            for cell in self.wanted()
-            if cell.how not in self.absent and self.get(cell) is None
+            for cell in self.wanted
+            if cell.how not in self.absent and self.folder.get(cell) is None
         ]
 
     def equal(self, cell: Cell) -> dict[str, Any] | None:
@@ -91,7 +80,7 @@ class Study:
         for one in self._every:
             if one.settings == cell.settings and one.name != cell.name:
                 with contextlib.suppress(ValueError):
-                    if done := self.get(one):
+                    if done := self.folder.get(one):
                         return done
         return None
 
@@ -106,11 +95,11 @@ class Study:
 
     def lines(self, left: Sequence[Cell], computed: Sequence[Cell]) -> Iterator[str]:
         """A line for each cell: whether it is finished."""
-        for cell in self.wanted():
+        for cell in self.wanted:
             if cell in left:
                 state = "to run" if cell in computed else "as another cell"
             else:
-                is_finished = self.get(cell) is not None
+                is_finished = self.folder.get(cell) is not None
                 state = "finished" if is_finished else self.absent[cell.how]
             yield f"{str(cell):<70} {cell.seconds:6.0f} s  {state}"
 
@@ -130,7 +119,7 @@ class Study:
                 failed += 1
                 print(f"note: {cell} failed: {error}", file=sys.stderr, flush=True)
                 continue
-            self.folder.put(cell.name, cell.settings, done)
+            self.folder.put(cell, done)
             how = "as another cell" if found else f"{done['cell_seconds']:.0f} s"
             print(f"{index + 1} of {len(left)}  {cell}  {how}", flush=True)
         return failed
@@ -162,10 +151,10 @@ class Study:
     def _result(self, cell: Cell) -> Result:
         estimate, reason, asked = None, results.NOTHING, self._estimate(cell)
         if asked:
-            estimate = self.get(asked)
+            estimate = self.folder.get(asked)
             reason = "" if estimate else self.absent.get("estimate", "missing")
         missing = self.absent.get(cell.how, "")
-        return Result(cell, self.get(cell), estimate, missing, reason)
+        return Result(cell, self.folder.get(cell), estimate, missing, reason)
 
     def tables(self) -> list[str]:
         """The table of each sheet as Markdown."""
