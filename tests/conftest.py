@@ -47,8 +47,8 @@ program._jitted = functools.lru_cache(maxsize=64)(program._jitted.__wrapped__)
 # A tiny run by the command: two of four clients a round
 FLAGS = """--model=mlp --devices=1 --num_clients=4 --clients_per_round=2
     --local_epochs=1 --batch_size=16 --partition=dirichlet""".split()
-# A tiny run in memory: three of six clients a round
-SIX = {"preset": "none", "model": "mlp", "devices": 1, "rounds": 2}
+# A tiny run in memory, with the fixture `narrow`: three of six clients a round
+SIX = {"preset": "none", "model": "narrow", "devices": 1, "rounds": 2}
 SIX |= {"num_clients": 6, "clients_per_round": 3, "local_epochs": 1}
 # Above so many bytes a worker forgets the programs that its tests compiled.
 MEMORY = 800_000_000
@@ -109,6 +109,16 @@ def narrow():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MODELS, "narrow", toy.narrow)
         yield
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages have their pictures' places and captions, and no time to draw is spent."""
+
+    def shown(figure, caption):
+        return {"svg": "<svg></svg>", "caption": caption}
+
+    monkeypatch.setattr("launch.show.svg.shown", shown)
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,10 @@ def hooks():
 
 @pytest.fixture(scope="module")
 def made(hooks):
-    return hooks.pages()
+    """The pages without what travels, for which each method is traced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hooks, "traffic", lambda name: "## What travels")
+        return hooks.pages()
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +117,25 @@ def test_every_method_has_a_page(made):
         assert page.startswith(f"# {algorithms.title(name)}\n")
         parts = entry.about.strip().split("\n\n")
         assert all(part in page for part in parts if part[:4] != "    ")
-        assert f"--algo={name}\n" in page
-        assert name == "distill" or "## What travels" in page  # it needs a file
+        assert f"--algo={name}\n" in page and "\n\n## What travels\n\n" in page
     assert "`--proximal_weight`" in made["methods/fedprox.md"]
-    assert "| control up | up |" in made["methods/scaffold.md"]
-    assert "Nothing travels" in made["methods/local.md"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("scaffold", "local")
+        else pytest.param(name, marks=pytest.mark.slow)
+        for name in algorithms.ALGORITHMS
+    ],
+)
+def test_what_travels_is_told(hooks, name):
+    """Of every method but the one that needs a file."""
+    shown = hooks.traffic(name)
+    assert shown.startswith("## What travels") == (name != "distill")
+    assert ("| control up | up |" in shown) == (name == "scaffold")
+    assert ("Nothing travels" in shown) == (name in ("local", "majority"))
 
 
 def test_equations_are_mathml(hooks, made):

@@ -25,7 +25,12 @@ def client_rows(order, sizes, padding=0):
     count = np.asarray(sizes, np.int32)
     row = np.concatenate([order[: count.sum()], np.full(padding, -1)])
     start = np.cumsum(count) - count
-    return types.ClientRows(*(jnp.asarray(x, jnp.int32) for x in (row, start, count)))
+    return types.ClientRows(*map(ints, (row, start, count)))
+
+
+def ints(values):
+    """An int32 array on the device, for which nothing is compiled."""
+    return jnp.asarray(np.asarray(values, np.int32))
 
 
 def tables(train, test=(0,), proxy=(), seed=0):
@@ -34,14 +39,14 @@ def tables(train, test=(0,), proxy=(), seed=0):
     total = sum(train) + sum(test)
     order = gen.permutation(total)
     return types.Data(
-        image=jnp.asarray(gen.normal(size=(total, WIDTH)), jnp.float32),
-        label=jnp.asarray(gen.integers(NUM_CLASSES, size=total), jnp.int32),
-        mean=jnp.zeros(()),
-        scale=jnp.ones(()),
+        image=jnp.asarray(np.float32(gen.normal(size=(total, WIDTH)))),
+        label=ints(gen.integers(NUM_CLASSES, size=total)),
+        mean=jnp.asarray(np.float32(0)),
+        scale=jnp.asarray(np.float32(1)),
         partition=types.Partition(
             client_rows(order, train),
             client_rows(order[sum(train) :], test, padding=2),
-            jnp.asarray(proxy, jnp.int32),
+            ints(proxy),
         ),
     )
 
@@ -56,36 +61,36 @@ def plan(sizes, epochs=2, batch_size=2):
             epoch[client, step], number = divmod(step, -(-size // batch_size))
             rows = np.arange(number * batch_size, size)[:batch_size]
             position[client, step, : len(rows)] = rows
-    return padded.Plan(*map(jnp.asarray, (position, epoch, np.int32(num_steps))))
+    return padded.Plan(*map(ints, (position, epoch, num_steps)))
 
 
 def cohort(client_id, num_clients, plans=(), level=None):
     """Clients in this order; the id K is a padding row."""
-    ids = jnp.asarray(client_id, jnp.int32)
+    ids, count = ints(client_id), len(client_id)
     return types.Cohort(
         client_id=ids,
         row=ids,
-        row_mask=ids < num_clients,
-        level=jnp.ones_like(ids) if level is None else jnp.asarray(level, jnp.int32),
-        peers=jnp.zeros((len(ids), 0), jnp.int32),
-        peer_mask=jnp.zeros((len(ids), 0), bool),
+        row_mask=jnp.asarray(np.asarray(client_id) < num_clients),
+        level=ints([1] * count if level is None else level),
+        peers=ints(np.zeros((count, 0))),
+        peer_mask=jnp.asarray(np.zeros((count, 0), bool)),
         plans=dict(plans),
     )
 
 
 def client(data, plan, number=0, *, bound=None, own=(), opt_state=(), round=0, seed=0):
     """Client `number`, whose plan is that row of `plan`."""
-    row = jax.tree.map(lambda leaf: leaf[number], plan)
+    row = jax.tree.map(lambda leaf: ints(np.asarray(leaf)[number]), plan)
     return each_client.Client(
-        id=jnp.int32(number),
-        level=jnp.int32(1),
+        id=ints(number),
+        level=ints(1),
         own=own,
         opt_state=opt_state,
         plan=row,
-        bound=row.num_steps if bound is None else jnp.int32(bound),
+        bound=row.num_steps if bound is None else ints(bound),
         data=data,
         key=jax.random.key(seed),
-        round=jnp.int32(round),
+        round=ints(round),
     )
 
 
@@ -106,8 +111,9 @@ def regression(params, stats, batch):
 
 def at_zero():
     """Variables of `regression` before any step."""
-    params = ({"w": jnp.zeros(WIDTH)}, {"b": jnp.zeros(())})
-    stats = ({"seen": jnp.zeros((), jnp.int32)}, {"steps": jnp.zeros((), jnp.int32)})
+    width, zero = (jnp.asarray(np.zeros(n, np.float32)) for n in (WIDTH, ()))
+    params = ({"w": width}, {"b": zero})
+    stats = ({"seen": ints(0)}, {"steps": ints(0)})
     return types.Variables(params, stats)
 
 

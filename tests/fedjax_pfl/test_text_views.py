@@ -12,10 +12,22 @@ V = 50
 
 
 def data_of(words):
-    words = jnp.asarray(words, jnp.int32)
-    rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
+    words = jnp.asarray(np.asarray(words, np.int32))
+    rows = types.ClientRows(*map(np.int32, (np.arange(2), [0], [2])))
     parts = types.Partition(rows, rows, ())
     return types.Data(words, words, 0.0, 1.0, parts, num_words=V)
+
+
+@jax.jit
+def of_test(data, rows):
+    """`test_batch`, as one program."""
+    return data.test_batch(rows)
+
+
+@jax.jit
+def of_train(data, rows, place, key):
+    """`train_batch`, as one program."""
+    return data.train_batch(rows, place, key)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +37,7 @@ def data():
 
 def test_how_many_words_are_hidden(data):
     """Of 10^5 positions 15 % are chosen; of these 80, 10 and 10 %."""
-    image, label, chosen = data.test_batch(jnp.arange(1600))
+    image, label, chosen = map(np.asarray, of_test(data, np.arange(1600)))
     assert abs(float(chosen.mean()) - 0.15) < 0.005
     seen, was = np.asarray(image[chosen]), np.asarray(label[chosen])
     masked, same = seen == V, seen == was
@@ -39,43 +51,44 @@ def test_how_many_words_are_hidden(data):
 
 def test_test_rows_are_always_the_same(data):
     """By the row alone: not by its place, nor by anything of a run."""
-    whole = data.test_batch(jnp.arange(20))
-    some = data.test_batch(jnp.array([-1, 7, 3]))
+    whole = of_test(data, np.arange(20))
+    some = of_test(data, np.array([-1, 7, 3]))
     for one, other in zip(whole, some, strict=True):
-        np.testing.assert_array_equal(one[jnp.array([7, 3])], other[1:])
+        np.testing.assert_array_equal(np.asarray(one)[[7, 3]], np.asarray(other)[1:])
 
 
 def test_train_rows_are_named_by_position(data):
     """A step's draws differ from the next one's, and not with the batch."""
-    rows, place = jnp.array([5, 9, 2]), jnp.array([0, 4, 1])
+    rows, place = np.array([5, 9, 2]), np.array([0, 4, 1])
     key, other = jax.random.split(jax.random.key(1))
-    image, label, _ = data.train_batch(rows, place, key)
-    np.testing.assert_array_equal(label, data.label[rows])
-    alone, *_ = data.train_batch(rows[1:2], place[1:2], key)
+    image, label = map(np.asarray, of_train(data, rows, place, key)[:2])
+    words = np.asarray(data.label)
+    np.testing.assert_array_equal(label, words[rows])
+    alone, *_ = of_train(data, rows[1:2], place[1:2], key)
     np.testing.assert_array_equal(image[1:2], alone)
-    assert (image != data.train_batch(rows, place, other)[0]).any()
-    assert (image != data.train_batch(rows, place[::-1], key)[0]).any()
-    np.testing.assert_array_equal(data.gather(rows)[0], data.image[rows])
+    assert (image != np.asarray(of_train(data, rows, place, other)[0])).any()
+    assert (image != np.asarray(of_train(data, rows, place[::-1], key)[0])).any()
+    np.testing.assert_array_equal(data.gather(rows)[0], words[rows])
 
 
 def test_chosen_positions_of_train_rows(data):
     """The same hidden words, and with `chosen` where they may be."""
-    rows, place, key = jnp.arange(6), jnp.arange(6), jax.random.key(1)
-    image, _, every = data.train_batch(rows, place, key)
+    rows, place, key = np.arange(6), np.arange(6), jax.random.key(1)
+    image, _, every = of_train(data, rows, place, key)
     assert every is None
-    guessed, label, chosen = data.replace(masked_loss="chosen").train_batch(
-        rows, place, key
-    )
+    at_chosen = data.replace(masked_loss="chosen")
+    guessed, label, chosen = map(np.asarray, of_train(at_chosen, rows, place, key))
     np.testing.assert_array_equal(image, guessed)
     assert chosen.any() and not chosen.all()
-    assert not (np.asarray(guessed != label) & ~np.asarray(chosen)).any()
+    assert not ((guessed != label) & ~chosen).any()
 
 
 def test_a_mask_is_no_word():
-    words = jnp.zeros(4000, jnp.int32)
-    hidden, chosen = augment.mask_words(words, jax.random.key(0), 3)
-    assert set(np.asarray(hidden).tolist()) == {0, 1, 2, 3}
-    assert not (np.asarray(hidden)[~np.asarray(chosen)]).any()
+    words = np.zeros(4000, np.int32)
+    mask_words = jax.jit(augment.mask_words, static_argnums=2)
+    hidden, chosen = map(np.asarray, mask_words(words, jax.random.key(0), 3))
+    assert set(hidden.tolist()) == {0, 1, 2, 3}
+    assert not hidden[~chosen].any()
 
 
 def fixed(logits, num_exits):
@@ -97,9 +110,9 @@ def test_perplexities_by_hand(num_exits):
     words, logits = gen.integers(0, V, (9, 5)), gen.normal(size=(num_exits, V))
     data = data_of(words)
     test = types.ClientRows(
-        jnp.array([4, 1, 7, 0, 8, -1, -1, -1]),
-        jnp.array([0, 3, 4]),
-        jnp.array([3, 1, 0]),
+        np.int32([4, 1, 7, 0, 8, -1, -1, -1]),
+        np.int32([0, 3, 4]),
+        np.int32([3, 1, 0]),
     )
     data = data.replace(partition=types.Partition(test, test, ()))
     model, empty = fixed(jnp.asarray(logits), num_exits), types.Variables((), ())
@@ -109,13 +122,13 @@ def test_perplexities_by_hand(num_exits):
         round=None,
         server=lambda state, data: {"global": (model, empty)},
     )
-    state = types.RoundState((), (), jax.random.key(5), jnp.int32(0))
+    state = types.RoundState((), (), jax.random.key(5), np.int32(0))
     words_of = scores.Words()
     scoring = evaluate.Scoring(2, 2, has_train=True, score=words_of)
     given = state, None, data, scoring, types.Execution(1)
     counts = counted.both(algorithm, *given)
     found, of_client = words_of.metrics(counts, np.array([3, 1, 0]), 5)
-    _, _, chosen = (np.asarray(one) for one in data.test_batch(jnp.arange(9)))
+    _, _, chosen = map(np.asarray, of_test(data, np.arange(9)))
 
     def surprise(z):
         log_p = z - np.log(np.exp(z).sum())

@@ -129,7 +129,7 @@ def test_models_of_a_cohort_for_which_there_is_no_room(vectors, grows, seed, rou
     options = {"seed": seed, "rounds": rounds, **grows}
     here, there = (made(vectors, where, **options) for where in ("device", "host"))
     for experiment in (here, there):
-        experiment.run(progress=False)
+        experiment.simulation.advance_to(rounds)
     cohort = there.planner.drawn(0, rounds)
     drawn = cohort.client_id[cohort.row_mask]
     layout = there.simulation.rows.layout
@@ -156,7 +156,7 @@ def test_resumed_where_rows_are_kept_otherwise(before, after, vectors, tmp_path)
 
 def test_what_trained_is_saved(vectors, tmp_path):
     experiment = made(vectors, "host", algo="pfedsd")
-    experiment.run(progress=False)
+    experiment.simulation.advance_to(5)
     drawn = {int(i) for r in range(5) for i in experiment.planner.drawn(0, r).client_id}
     kept = experiment.saved()[0]["state"]
     assert set(kept.ids.tolist()) == drawn and len(drawn) < NUM_CLIENTS
@@ -203,7 +203,8 @@ def test_all_rows_fit(vectors, monkeypatch):
 def test_loaded_after_rows_were_read_ahead(vectors):
     """In memory, from what `saved` gives, as `contract.check` does."""
     options = {"algo": "pfedsd", "clients_per_round": 20, "rounds": 6}
-    whole = made(vectors, "device", **options).run(progress=False)
+    whole = made(vectors, "device", **options).simulation
+    whole.advance_to(6)
     simulation = made(vectors, "host", **options).simulation
     simulation.advance_to(2)
     ahead = simulation._window
@@ -211,15 +212,16 @@ def test_loaded_after_rows_were_read_ahead(vectors):
     kept = simulation.saved
     simulation.load(2, kept, simulation.totals, 0.0, simulation.metrics)
     simulation.advance_to(6)
-    assert simulation.digest() == whole["parameters_sha256"]
+    assert simulation.digest() == whole.digest()
 
 
 def test_many_rows_are_hashed_where_they_have_trained(vectors, monkeypatch):
     monkeypatch.setattr(kinds, "HASHED_BYTES", 0)
     found = set()
     for seed in (0, 0, 1):
-        experiment = made(vectors, "host", algo="pfedsd", seed=seed)
-        found.add(experiment.run(progress=False)["parameters_sha256"])
+        simulation = made(vectors, "host", algo="pfedsd", seed=seed).simulation
+        simulation.advance_to(5)
+        found.add(simulation.digest())
     assert len(found) == 2
 
 
@@ -262,7 +264,8 @@ def test_the_contract_holds(vectors):
 def test_rows_that_both_windows_need_stay_on_the_devices(vectors):
     """A client keeps its slot, and what others trained is stored a call later."""
     options = {"algo": "pfedsd", "clients_per_round": 20, "rounds": 6}
-    whole = made(vectors, "device", **options).run(progress=False)
+    whole = made(vectors, "device", **options).simulation
+    whole.advance_to(6)
     simulation = made(vectors, "host", **options).simulation
     simulation.advance_to(2)
     before, after = simulation.rows._held[0][0], simulation._window.rows
@@ -279,13 +282,14 @@ def test_rows_that_both_windows_need_stay_on_the_devices(vectors):
     ]
     assert set(np.concatenate(left)) == set(np.concatenate(old.drawn))
     simulation.advance_to(6)
-    assert simulation.digest() == whole["parameters_sha256"]
+    assert simulation.digest() == whole.digest()
 
 
 def test_an_interrupt_while_rows_enter(vectors, monkeypatch):
     """All rows then come again, also those that were to stay, as the host has them."""
     options = {"algo": "pfedsd", "clients_per_round": 20, "rounds": 6}
-    whole = made(vectors, "device", **options).run(progress=False)
+    whole = made(vectors, "device", **options).simulation
+    whole.advance_to(6)
     simulation = made(vectors, "host", **options).simulation
     simulation.advance_to(2)
     put = transfer.put
@@ -299,4 +303,4 @@ def test_an_interrupt_while_rows_enter(vectors, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             simulation.advance_to(3)
     simulation.advance_to(6)
-    assert simulation.digest() == whole["parameters_sha256"]
+    assert simulation.digest() == whole.digest()

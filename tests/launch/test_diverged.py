@@ -17,7 +17,8 @@ from tests.fedjax_pfl import small
 
 def options(blobs, **more):
     """Six small clients, three a round."""
-    return conftest.SIX | {"dataset": blobs, "batch_size": 8, "rounds": 3} | more
+    given = {"dataset": blobs, "model": "mlp", "batch_size": 8, "rounds": 3}
+    return conftest.SIX | given | more
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_summary_and_records_name_the_round(both):
     assert "diverged" not in (folder / "good" / "metrics.jsonl").read_text()
 
 
-def test_it_is_said_where_numbers_are_shown(both):
+def test_it_is_said_where_numbers_are_shown(both, undrawn):
     """Final table, comparison, pictures and report, which also ranks without it."""
     made, folder = both
     assert "diverged in round 1" in words.table(made["bad"].summary())

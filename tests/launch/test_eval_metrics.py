@@ -77,7 +77,7 @@ def test_values_are_those_of_the_served_models(run):
     assert last["global_class1_accuracy"] == pytest.approx(recall)
 
 
-def test_summary_report_and_folder_have_them(run, tmp_path):
+def test_summary_report_and_folder_have_them(run, undrawn, tmp_path):
     """Numbers and percent apart; a curve can be drawn; a folder can be opened."""
     numbers = run.summary()["numbers"]
     assert {"global_loss", "client_loss", "client_margin"} <= set(numbers)

@@ -703,8 +703,9 @@ def test_options_that_an_object_keeps(arrays):
     algo = Kept()
     for epochs, rate in ((1, 0.25), (1, 0.5), (2, 0.5)):
         options = {"local_epochs": epochs, "client_lr": rate}
-        run = made(arrays, algo=algo, rounds=1, **options)
-        assert run.run(progress=False)["metrics"]["weight"]["mean"] == rate
+        simulation = made(arrays, algo=algo, rounds=1, **options).simulation
+        simulation.advance_to(1)
+        assert simulation.metrics["weight"] == ([rate], [1])
 
 
 def test_a_finished_folder_stays_as_it_is(arrays, tmp_path, monkeypatch, capsys):

@@ -19,6 +19,7 @@ from launch.config import flagfile
 from models import own
 from tests import conftest, synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
 BASE = conftest.SIX | {"algo": "fedavg", "partition": "iid"}
 BASE |= {"dataset": (SOURCE.image, SOURCE.label)}
@@ -159,12 +160,12 @@ def test_an_edit_is_another_run(edit, tmp_path):
 
 def test_an_edited_global_is_trained_and_not_a_cached_program():
     """An equal module that computes something else is compiled again."""
-    losses = {}
+    digests = {}
     for scale in (1.0, 7.0, 1.0):
-        made = build.experiment(**BASE | a_global(scale))
-        made.run(progress=False)
-        losses.setdefault(scale, []).append(made.metrics[-1]["global_loss"])
-    assert losses[1.0][0] == losses[1.0][1] != losses[7.0][0]
+        simulation = build.experiment(**BASE | a_global(scale)).simulation
+        simulation.advance_to(2)
+        digests.setdefault(scale, []).append(simulation.digest())
+    assert digests[1.0][0] == digests[1.0][1] != digests[7.0][0]
 
 
 def test_a_comment_is_not_an_edit():
@@ -355,8 +356,8 @@ def test_how_it_is_executed_does_not_matter():
 
 def test_older_folders_resume_with_a_note(tmp_path, capsys):
     """With the text alone, or traced by another version; an edited text is refused."""
-    options = BASE | {"workdir": str(tmp_path)}
-    build.experiment(**options | a_base(1.0)).run(1, progress=False)
+    options, mine = BASE | {"workdir": str(tmp_path)}, a_base(1.0)
+    build.experiment(**options | mine).run(1, progress=False)
     path = tmp_path / "run.flags"
     now = path.read_text()
     lines = [line for line in now.splitlines() if "--computed_" not in line]
@@ -364,14 +365,14 @@ def test_older_folders_resume_with_a_note(tmp_path, capsys):
     other = other.replace("computed_sha256=", "computed_sha256=0")
     for text in ("\n".join(lines) + "\n", other):
         path.write_text(text)
-        again = build.experiment(**options | a_base(1.0), resume=True)
+        again = build.experiment(**options | mine, resume=True)
         again.run(1, progress=False)
         assert "custom code was compared by its text" in capsys.readouterr().err
         path.write_text(text)
         with pytest.raises(ValueError, match="holds a run with --own_sha256="):
             build.experiment(**options | a_longer_base(), resume=True).run()
     path.write_text(now)
-    again = build.experiment(**options | a_base(1.0), resume=True)
+    again = build.experiment(**options | mine, resume=True)
     again.run(progress=False)
     assert "by its text" not in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ X, Y = rows()
 def options(**more):
     """Six small clients."""
     given = {"algo": "fedavg", "dataset": (X, NAMES[Y]), "batch_size": 8, "rounds": 3}
-    return conftest.SIX | {"model": "narrow"} | given | more
+    return conftest.SIX | given | more
 
 
 def notes(part, **more):

@@ -317,7 +317,7 @@ def test_what_a_table_cannot_say(done):
         done.plot(setting="alpha 1")
 
 
-def test_its_report(done, tmp_path):
+def test_its_report(done, undrawn, tmp_path):
     """launch.report makes the page of a study's folder, with its table."""
     out = tmp_path / "page.html"
     report.command(["report", str(done.folder), f"--output={out}"])

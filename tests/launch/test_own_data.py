@@ -249,7 +249,7 @@ def of_file(tmp_path_factory):
     return frame, experiment
 
 
-def test_text_of_a_file_is_as_it_is(of_file, tmp_path):
+def test_text_of_a_file_is_as_it_is(of_file, undrawn, tmp_path):
     """NA is a class, 01 is not 1, a class that has lost its rows is said."""
     _, experiment = of_file
     assert experiment.classes == ("NA", "rare", "y")

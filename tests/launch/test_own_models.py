@@ -4,7 +4,6 @@ import math
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -90,13 +89,13 @@ def test_a_class_is_drawn_by_seed(tmp_path):
     """Each seed has its own start, two runs the same bits, and a file its arrays."""
     run = made(algo="fedavg", model=Net, num_seeds=2)
     starts = [run.client_model(seed=seed).variables.params for seed in (0, 1)]
-    assert not jax.tree.all(jax.tree.map(jnp.array_equal, *starts))
-    run.run(progress=False)
+    assert not jax.tree.all(jax.tree.map(np.array_equal, *starts))
+    run.simulation.advance_to(2)
     path = run.save_model(tmp_path / "net.npz")
     again = made(algo="fedavg", model=Net, init_from=str(path))
     found = again.client_model().variables
     assert jax.tree.all(
-        jax.tree.map(jnp.array_equal, found, run.client_model().variables)
+        jax.tree.map(np.array_equal, found, run.client_model().variables)
     )
     # The file's arrays are those of the module by path.
     module = Net(nnx.Rngs(7))
@@ -209,6 +208,14 @@ def test_the_last_exit_is_what_one_would_write(given):
     assert "bytes_up" in one
     for client in range(4):
         chex.assert_trees_all_equal(whole.params(client), written.params(client))
+
+
+def test_a_line_says_which_exit_serves():
+    """Before anything runs."""
+    whole = made(model=exits_of_width, algo="fedavg")
+    assert whole.task.model.stage_names == ("one", "two", "exit")
+    (line,) = [one for one in whole.notes if "exit" in one]
+    assert "algo=fedavg has the last alone: stage exit, after two" in line
 
 
 def test_a_comparison_of_one_net():

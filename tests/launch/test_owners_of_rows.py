@@ -48,6 +48,25 @@ def assert_alike(one, other):
     np.testing.assert_array_equal(one.client_accuracies, other.client_accuracies)
 
 
+def assert_shared(four, num_gathers=0):
+    """Each device has its clients' rows alone, and rows travel to who trains them.
+
+    Nothing else is communicated meanwhile. Besides numbers of the clients, all devices
+    get `num_gathers` arrays.
+    """
+    assert four.task.execution.shares_rows
+    (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
+    assert " all-to-all(" in text
+    assert programs.beside_loops(text) == []
+    places = four.config.num_seeds * 8
+    gathered = re.findall(r" = f32\[([\d,]*)\]\S* all-gather\(", text)
+    sizes = [math.prod(map(int, one.split(","))) for one in gathered]
+    assert len([n for n in sizes if n != places]) == num_gathers
+    rows = jax.tree.leaves(four.simulation.calls[0].state.private)
+    # 30 clients on 4 devices have 8 rows on each.
+    assert rows and all(x.addressable_shards[0].data.shape[1] == 8 for x in rows)
+
+
 # Models, heads, control variates and optimizer states of clients; a proxy set; seeds
 # side by side, a sample of the clients, and all of them scored.
 CASES = {
@@ -82,18 +101,8 @@ def test_as_on_one_device(case, vectors):
     for experiment in (one, four):
         experiment.run(progress=False)
     assert_alike(one, four)
-    (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
-    assert " all-to-all(" in text
-    assert programs.beside_loops(text) == []
-    gathered = re.findall(r" = f32\[([\d,]*)\]\S* all-gather\(", text)
-    sizes = [math.prod(map(int, one.split(","))) for one in gathered]
-    # Numbers of the clients alone, but for the server's logits and embeddings on the
-    # proxy set, of which each device has some
-    places = CASES[case].get("num_seeds", 1) * 8
-    assert len([n for n in sizes if n != places]) == (2 if case == "cdkt" else 0)
-    rows = jax.tree.leaves(four.simulation.calls[0].state.private)
-    # 30 clients on 4 devices have 8 rows on each.
-    assert all(x.addressable_shards[0].data.shape[1] == 8 for x in rows)
+    # The server's logits and embeddings on the proxy set, of which each device has some
+    assert_shared(four, num_gathers=2 if case == "cdkt" else 0)
     if case == "pfedsd":
         chosen = int(four.planner.drawn(0, four.round).client_id.min())
         for client in (0, chosen, K - 1, None):
@@ -198,6 +207,7 @@ def test_stopped_in_a_window(vectors, tmp_path):
     other = made(vectors, 4, **options, workdir=folder, resume=True)
     other.run(progress=False)
     chex.assert_trees_all_equal(arrays_of(whole), arrays_of(other))
+    assert_shared(whole)
     one = made(vectors, 1, **options)
     one.run(progress=False)
     assert_alike(one, whole)

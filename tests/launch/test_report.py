@@ -42,16 +42,6 @@ def folders(tmp_path_factory):
     return [folder / algo for algo in ("fedavg", "local", "fedper")]
 
 
-@pytest.fixture
-def undrawn(monkeypatch):
-    """Pages have their pictures' places and captions, and no time to draw is spent."""
-
-    def shown(figure, caption):
-        return {"svg": "<svg></svg>", "caption": caption}
-
-    monkeypatch.setattr(svg, "shown", shown)
-
-
 class Page(HTMLParser):
     """The cells of a page's tables, its text, and what it would load."""
 

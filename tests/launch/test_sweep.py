@@ -17,6 +17,7 @@ from launch.show import page as page_lib
 from tests import conftest
 from tests.toys import model
 
+pytestmark = pytest.mark.usefixtures("narrow")
 RATES, WEIGHTS = (0.02, 0.1), (0.1, 1.0, 5.0)
 SWEEP = {"client_lr": list(RATES), "proximal_weight": list(WEIGHTS)}
 LINE = "client_lr=0.02,0.1;proximal_weight=0.1,1.0,5.0"
@@ -124,7 +125,7 @@ def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
     assert [r["client_lr"] for r in other.metrics[:3]] == [0.02, 0.1, 0.3]
 
 
-def test_a_folder_knows_its_points(swept, blobs):
+def test_a_folder_knows_its_points(swept, blobs, undrawn):
     """Records, clients, event files, tables and pictures have a point beside a seed."""
     experiment, folder = swept
     lines = [json.loads(one) for one in (folder / "metrics.jsonl").open()]
@@ -247,8 +248,15 @@ def test_numbers_that_decide_sizes_are_refused(blobs):
 
 def test_the_command_says_ranges_while_it_runs(blobs, tmp_path, capsys):
     """Of all points the smallest and the largest, then a line for each."""
-    argv = ["main", "--algo=fedavg", f"--dataset={blobs}", "--model=mlp", "--rounds=1"]
-    argv += ["--num_clients=6", "--preset=none", "--test_split=client_share"]
+    argv = [
+        "main",
+        "--algo=fedavg",
+        f"--dataset={blobs}",
+        "--model=narrow",
+        "--rounds=1",
+    ]
+    argv += ["--rounds=1", "--num_clients=6", "--preset=none"]
+    argv += ["--test_split=client_share"]
     argv += ["--sweep=client_lr=0.001,0.5", f"--workdir={tmp_path / 'run'}"]
     main_lib.execute(flags.parse(argv))
     out = capsys.readouterr().out

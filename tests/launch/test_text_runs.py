@@ -144,7 +144,7 @@ def test_what_a_run_leaves(folders, capsys):
     assert f"{means.mean():.2f} +- " in line
 
 
-def test_pictures_and_page(folders, tmp_path, capsys):
+def test_pictures_and_page(folders, tmp_path, capsys, undrawn):
     """Curves and a page with their numbers; there are no bubbles to draw."""
     names = [str(folders / name) for name in ("fedper", "slow")]
     plot.command(["plot", *names, f"--output={tmp_path}"])

@@ -12,6 +12,8 @@ from launch.folder import tracking
 from launch.run import progress
 from tests import conftest
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 def arguments(blobs, folder, *more):
     words = ["--algo=fedavg", "--num_seeds=2", "--rounds=3", "--eval_every=1"]

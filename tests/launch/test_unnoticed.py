@@ -15,6 +15,8 @@ from launch.show import words
 from models import own, own_checks
 from tests import conftest, synthetic
 
+pytestmark = pytest.mark.usefixtures("narrow")
+
 
 def arrays(seed=0):
     """120 small images in 4 classes."""
@@ -35,7 +37,7 @@ def test_compare_wants_one_number_of_seeds():
     assert made["fedavg"].seeds == [0, 1]
 
 
-def test_a_report_tells_of_fewer_seeds(tmp_path):
+def test_a_report_tells_of_fewer_seeds(undrawn, tmp_path):
     """One seed beside two; and which rounds the numbers are of."""
     for name, seeds in (("a", 2), ("b", 1)):
         build.experiment(

@@ -587,7 +587,7 @@ def test_folders_that_are_not_drawn(whole, capsys, changes, part):
     assert part in line
 
 
-def test_a_page_about_metrics_that_nobody_measured(whole):
+def test_a_page_about_metrics_that_nobody_measured(whole, undrawn):
     """It says that there is no value."""
     sealed(metrics=NO_METRIC)(whole)
     assert "No summary has a value of" in page_lib.page(page_lib.read([whole]))

@@ -57,10 +57,16 @@ def test_levels_of_depthfl(name, num_classes, parameters, buffers, macs):
             (1_359_128, 5_375_336, 12_048_824, 21_379_592),
             (73_575_624, 291_854_536, 654_836_936, 1_162_522_824),
         ),
+        (
+            "resnet18",
+            100,
+            (713_076, 2_820_740, 6_323_092, 11_220_132),
+            (35_506_788, 140_219_492, 314_138_212, 557_262_948),
+        ),
     ],
 )
 def test_widths_of_heterofl(name, num_classes, parameters, macs):
-    """Table 1's width rows; those of ResNet-18 are in `test_list.py`."""
+    """Table 1's width rows."""
     model = models.make(name, num_classes)
     found = [counts.whole(model.at_width(n / 4), CIFAR) for n in (1, 2, 3, 4)]
     assert tuple(count.parameters for count in found) == parameters

@@ -27,7 +27,7 @@ def both(whole, parts, train=False):
         {k: v for stage in params for k, v in stage["trunk"].items()}
         for params, _ in (one, other)
     ]
-    is_same = jax.tree.all(jax.tree.map(jnp.array_equal, *trees))
+    is_same = jax.tree.all(jax.tree.map(np.array_equal, *trees))
     outs = [m.forward(*v, x, **mode)[0] for m, v in ((whole, one), (parts, other))]
     return *outs, is_same
 
@@ -300,7 +300,7 @@ def test_a_pair_of_functions():
     assert own.chain((init, plain)) is model and model.name == "own_plain"
     noise = own.chain((lambda key: init(key, jnp.ones((1, 4))), noisy))
     same, stats = noise.init(KEY, x)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, same, params))
+    assert jax.tree.all(jax.tree.map(np.array_equal, same, params))
     np.testing.assert_array_equal(noise.forward(same, stats, x)[0], out)
     trained, _ = noise.forward(same, stats, x, train=True, key=KEY)
     assert not np.array_equal(trained, out)

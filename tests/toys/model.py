@@ -27,11 +27,11 @@ class RunningNorm(nn.Module):
         return nn.relu(nn.Dense(self.features)(h - mean.value))
 
 
-def with_exits(num_classes, width=1.0):
-    """Three stages of running norm and dense, an exit after each."""
+def with_exits(num_classes, width=1.0, count=3):
+    """Stages of running norm and dense, an exit after each."""
     hidden = stages.scaling(width)(12)
-    trunks = [(f"s{i}", RunningNorm(hidden)) for i in range(3)]
-    exits = {f"s{i}": stages.Dense(num_classes, relu=False) for i in range(3)}
+    trunks = [(f"s{i}", RunningNorm(hidden)) for i in range(count)]
+    exits = {f"s{i}": stages.Dense(num_classes, relu=False) for i in range(count)}
     return stages.chain("with_exits", trunks, exits)
 
 
