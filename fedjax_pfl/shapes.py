@@ -42,7 +42,7 @@ def tree_bytes(tree: Any) -> int:
 def variables(model: types.Model, example_shape: tuple[int, ...]) -> types.Variables:
     """A model's parameters and statistics as shape structs."""
     example = model.example(1, *example_shape)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(jax.random.key, 0)
     return types.Variables(*jax.eval_shape(model.init, key, example))
 
 

@@ -55,7 +55,7 @@ def of_model(model: types.Model, shape: tuple[int, ...]) -> str:
 
     A model with narrower forms adds the hash of half its width with HeteroFL's scaler.
     """
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(jax.random.key, 0)
     example = model.example(2, *shape)
     first = jax.eval_shape(model.init, key, example)
 
@@ -142,7 +142,7 @@ def of_algorithm(
     kind = scores.Words() if data.num_words else scores.Classes()
     scoring = evaluate.Scoring(batch_size=_ROWS, own_batch_size=_ROWS, score=kind)
     ids = np.arange(task.num_clients)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(jax.random.key, 0)
 
     def first(tables: types.Data, key: jax.Array) -> types.RoundState:
         return program_lib.first_state(method, hparams, task, tables, key)

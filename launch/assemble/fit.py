@@ -121,7 +121,7 @@ def _check_logits(
         every = logits if model.has_exits else (logits,)
         found = [(tuple(one.shape), one.dtype) for one in every]
         train = functools.partial(model.forward, train=True)
-        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.eval_shape(jax.random.key, 0)
         _, moved = jax.eval_shape(train, *variables, example, key=key)
         if jax.tree.structure(moved) != jax.tree.structure(variables.stats):
             raise ValueError("its collections grow in train mode; sow nothing")

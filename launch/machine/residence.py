@@ -123,7 +123,7 @@ def bytes_to_share(
     task = task._replace(num_residents=task.num_clients + 1)
     data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
     first = functools.partial(program_lib.first_state, make(task), hparams, task)
-    state = jax.eval_shape(first, data, jax.eval_shape(lambda: jax.random.key(0)))
+    state = jax.eval_shape(first, data, jax.eval_shape(jax.random.key, 0))
     kept = jax.tree.leaves(state.private)
     is_by_row = all(leaf.shape[:1] == (task.num_rows,) for leaf in kept)
     if _has_keys(kept) or not is_by_row:
