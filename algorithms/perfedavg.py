@@ -42,17 +42,15 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, local_training, options, rng
+from fedjax_pfl import averaging, local_training, rng
 
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
     inner_lr: float = fp.option(0.01, "rate of the adapting step [alpha]", minimum=0)
+    # It has an effect with inner_lr=0 too: batches have three parts instead of two.
     hessian_free: bool = fp.option(
-        False,
-        "second-order steps, by differences of gradients (HF)",
-        needs={"inner_lr": options.ON},
-        is_noted=True,
+        False, "second-order steps, by differences of gradients (HF)"
     )
     difference: float = fp.option(
         0.001,

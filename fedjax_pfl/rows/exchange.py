@@ -90,12 +90,12 @@ def put(
 
 
 def behind(number: jax.Array, known: Any) -> jax.Array:
-    """The same integers, which XLA computes from what a device knows: any arrays."""
+    """The same integers, which XLA computes from what a device knows: any numbers."""
     if not _makes_trips():
         return number
-    for leaf in jax.tree.leaves(known):
-        if jnp.size(leaf) and not views.is_key(leaf):
-            first = jnp.asarray(leaf)[(0,) * jnp.ndim(leaf)].astype(jnp.float32)
+    for leaf in map(jnp.asarray, jax.tree.leaves(known)):
+        if leaf.size and not views.is_key(leaf):
+            first = leaf[(0,) * leaf.ndim].astype(jnp.float32)
             bits = jax.lax.bitcast_convert_type(first, jnp.int32)
             number = number + _zero(jax.lax.shift_right_logical(bits, jnp.int32(1)))
     return number

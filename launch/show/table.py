@@ -324,7 +324,7 @@ def _values(
 
 def mark(how: words.Metric, gap: float, p: float | None = None, side: int = 0) -> str:
     """`better` or `worse` where a test and the mean agree on it, else ""."""
-    if p is None or p >= significance.LEVEL or gap * side <= 0:
+    if p is None or p >= significance.LEVEL or not gap * side > 0:  # it may be nan
         return ""
     return "better" if (side > 0) == (how.better != "lower") else "worse"
 

@@ -51,6 +51,15 @@ def test_there_and_back(on_devices, piece, monkeypatch):
         np.testing.assert_array_equal(back[name], np.concatenate([leaf, leaf[:1]]))
 
 
+def test_behind(on_devices):
+    """Integers stay as they are, whatever they wait for, Python's numbers too."""
+    _, how, _ = on_devices
+    known = 2, 0.5, True, np.uint32(2**32 - 1), jnp.array([jnp.nan, 1]), -jnp.inf
+    known += jax.random.key(0), jnp.zeros((0, 3))
+    with execution.over_devices(how):
+        assert exchange.behind(jnp.arange(4), known).tolist() == [0, 1, 2, 3]
+
+
 def _ragged(rows, out, begin, size, place, received, *, axis_name):
     """`jax.lax.ragged_all_to_all` for a CPU, which has none; nan if sizes differ."""
     sent = jax.lax.all_gather((rows, begin, size, place), axis_name)

@@ -208,7 +208,6 @@ exclusive needs levels=fixed
 first_layer needs layer_dropping=true
 fixed_graph needs topology=random/regular/erdos_renyi
 h_denominator needs feddyn_alpha=on
-hessian_free notes inner_lr=on
 image_channels only images
 image_size only images
 label only tables

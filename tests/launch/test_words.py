@@ -79,6 +79,13 @@ def test_only_what_is_better_is_bold():
     }
 
 
+def test_a_difference_that_is_no_number_is_not_marked():
+    """As that of two infinite perplexities, whatever a test says about clients."""
+    how = words.metric("client_perplexity")
+    assert table.mark(how, -1.0, 0.01, -1) == "better"
+    assert table.mark(how, float("nan"), 0.01, -1) == ""
+
+
 def test_headlines_are_few():
     """C-Per says of the clients what their accuracy would."""
     record = {"c_gen": 0.5, "c_per": 0.6, "client_accuracy": 0.7, "global_accuracy": 1}
