@@ -530,9 +530,6 @@ class Cohort:
         owned = jnp.take(num_examples, one.client_id, mode="clip")
         owned = jnp.where(one.row_mask, owned, 0).astype(jnp.int32)
         plans = {name: plan.of_round(index, owned) for name, plan in self.plans.items()}
-        for name, plan in plans.items():
-            numbers, position = plan.split()
-            plans[name] = exchange.everywhere(numbers).joined(position)
         return one.replace(plans=plans)
 
 

@@ -36,15 +36,15 @@ def take(tree: Any, row: jax.Array, known: Any = ()) -> Any:
     """Private rows at slots int32[C] of leaves [R, ...]; padding reads any row.
 
     Where rows are shared out, each device has C / D of the result, leaves [C, ...], and
-    the numbers [C] in it. Rows travel behind `known`, leaves [C, ...].
+    the numbers [C] in it. Trips start behind `known`, leaves [C, ...].
     """
     if not _is_shared(tree):
         return tiled.take(tree, row)
 
-    def on_device(tree: Any, row: jax.Array, known: Any) -> Any:
-        if _makes_trips():
-            return _Trips.of(tree, behind(row, known)).take(tree)
+    def by_trips(tree: Any, row: jax.Array, known: Any) -> Any:
+        return _Trips.of(tree, behind(row, known)).take(tree)
 
+    def on_device(tree: Any, row: jax.Array) -> Any:
         def with_part(out: Any, part: jax.Array, first: Any) -> Any:
             found = _Table.of(tree, part).take(tree)
             set_at = jax.lax.dynamic_update_slice_in_dim
@@ -55,8 +55,9 @@ def take(tree: Any, row: jax.Array, known: Any = ()) -> Any:
         )
         return _in_parts(with_part, out, tree, row)
 
-    found = _mapped(on_device, (_MINE, _ALL, _MINE))(tree, row, known)
-    return everywhere(found)
+    if not _makes_trips():
+        return _mapped(on_device, (_MINE, _ALL))(tree, row)
+    return everywhere(_mapped(by_trips, (_MINE, _ALL, _MINE))(tree, row, known))
 
 
 def put(
@@ -65,7 +66,7 @@ def put(
     """Writes `values` [C, ...] into slots int32[C] of leaves [R, ...], as `take`.
 
     Padding (from R on) is dropped. `round` int32[] is the number of the round, behind
-    which rows travel. Returns the rows, and `round` behind them.
+    which trips start. Returns the rows, and `round` behind them.
     """
     if not _is_shared(tree):
         return stacked.put(tree, row, values), round
