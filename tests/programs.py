@@ -2,21 +2,21 @@
 
 import re
 
+from launch.run import cost
+
 KINDS = "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter"
 
 
 def _computations(text):
     """{computation: {operation: (its kind, the names that it mentions)}}."""
-    found, current = {}, {}
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            name = line.removeprefix("ENTRY ").split()[0].lstrip("%")
-            current = found[name] = {}
-        elif match := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = (.*)", line):
-            kind = re.search(r"(?:^|[\s})\]])([a-z][\w-]*)\(", match[2])
-            names = set(re.findall(r"%([\w.-]+)", match[2]))
-            current[match[1]] = kind[1] if kind else "", names
-    return found
+
+    def operation(line):
+        name, said = re.match(r"\s+(?:ROOT )?%([\w.-]+) = (.*)", line).groups()
+        kind = re.search(r"(?:^|[\s})\]])([a-z][\w-]*)\(", said)
+        return name, (kind[1] if kind else "", set(re.findall(r"%([\w.-]+)", said)))
+
+    _, bodies = cost.computations(text)
+    return {name: dict(map(operation, lines)) for name, lines in bodies.items()}
 
 
 def beside_loops(text):

@@ -86,8 +86,8 @@ class Part(NamedTuple):
                 yield from loop.steps()
 
 
-def parsed(text: str) -> Part:
-    """Parses a program that XLA printed; of several branches the costliest counts."""
+def computations(text: str) -> tuple[str, dict[str, list[str]]]:
+    """The main computation's name, and each one's lines, of what XLA printed."""
     bodies: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -96,6 +96,12 @@ def parsed(text: str) -> Part:
             entry = head[2] if head[1] else entry
         elif line.startswith(" "):
             lines.append(line)
+    return entry, bodies
+
+
+def parsed(text: str) -> Part:
+    """Parses a program that XLA printed; of several branches the costliest counts."""
+    entry, bodies = computations(text)
 
     @functools.cache
     def part(name: str) -> Part:
