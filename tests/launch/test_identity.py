@@ -331,8 +331,9 @@ def test_hashes_are_the_same_in_another_process(tmp_path):
     code = (
         "from tests.launch import test_identity as t\n"
         "from launch import build\n"
+        "mlp = {'model': 'mlp'}\n"
         "for edit in (t.a_base, t.a_metric, t.an_algorithm):\n"
-        "    print(build.experiment(**t.BASE | edit(1.0)).computed_sha256)\n"
+        "    print(build.experiment(**t.BASE | mlp | edit(1.0)).computed_sha256)\n"
     )
     found = set()
     for seed in ("1", "2"):
