@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sklearn import metrics as sklearn_metrics
 
 from fedjax_pfl import measures
 
@@ -39,6 +38,8 @@ def real():
 
 def test_f1_and_balanced_accuracy_equal_scikit_learn():
     """A class without rows counts in F1 where it is answered, and never in recall."""
+    from sklearn import metrics as sklearn_metrics
+
     labels, answers, _ = real()
     assert 3 in answers and 3 not in labels
     f1 = sklearn_metrics.f1_score(labels, answers, average="macro")
@@ -55,6 +56,8 @@ def test_f1_and_balanced_accuracy_equal_scikit_learn():
 
 def test_auc_is_scikit_learns():
     """By ranks, whatever the scale of the logits."""
+    from sklearn import metrics as sklearn_metrics
+
     labels, _, p = real()
     exact = [
         sklearn_metrics.roc_auc_score(labels == one, p[:, one]) for one in range(3)

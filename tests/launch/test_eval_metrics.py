@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sklearn import metrics as sklearn_metrics
 
 from launch import build, report
 from launch.folder import record
@@ -56,6 +55,8 @@ def run(tmp_path_factory):
 
 def test_values_are_those_of_the_served_models(run):
     """The mean over clients of what scikit-learn says, and evaluate's loss."""
+    from sklearn import metrics as sklearn_metrics
+
     last = run.metrics[-1]
     rows = [own_rows(run, k) for k in range(6)]
     p = [run.predict(k, x) for k, (x, _) in enumerate(rows)]

@@ -7,7 +7,6 @@ import zipfile
 import numpy as np
 import pandas
 import pytest
-from scipy import stats
 
 from launch import build, report
 from launch.folder import lock, record
@@ -351,6 +350,8 @@ def test_changed_data_are_refused(tmp_path):
 
 def test_wilcoxon_is_scipy_s():
     """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
+    from scipy import stats
+
     one, other = GEN.normal(size=(2, 2, 12))
     found, _ = significance.wilcoxon(one[:1], other[:1])
     assert found == pytest.approx(stats.wilcoxon(one[0], other[0]).pvalue)

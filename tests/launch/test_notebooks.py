@@ -10,7 +10,6 @@ import tomllib
 import types
 from importlib import metadata
 
-import nbclient
 import nbformat
 import pytest
 
@@ -30,6 +29,8 @@ def first(name):
 
 def executed(name, folder):
     """Runs a notebook in a folder; returns it and everything that it printed."""
+    import nbclient
+
     notebook = read(name)
     where = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()

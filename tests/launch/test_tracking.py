@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-from tensorboard.backend.event_processing import event_accumulator
 
 from launch import build, main
 from launch.folder import tracking
@@ -23,6 +22,8 @@ def arguments(blobs, folder, *more):
 
 def scalars(folder, seed):
     """{(name, round): value} as TensorBoard itself reads the files."""
+    from tensorboard.backend.event_processing import event_accumulator
+
     path = str(folder / tracking.FOLDER / f"seed{seed}")
     reader = event_accumulator.EventAccumulator(path, {"scalars": 0})
     reader.Reload()
