@@ -62,6 +62,7 @@ from fedjax_pfl import (
     traffic,
     types,
 )
+from fedjax_pfl.rows import exchange
 
 INTERVAL = 2  # rounds from one check to the next
 WINDOW = 10  # checks behind a mean
@@ -147,47 +148,50 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         }
 
     def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        """The mean over the first k_i peers, then the check by their norms."""
+        """The means of models and norms over the first k_i peers."""
         models, known = state.clients["own"], state.clients["private"]
-        period = stacked.take(known["period"], cohort.row)
+        period, cohort = decentralized.asked(known["period"], cohort.row, cohort)
         place = jnp.arange(cohort.peers.shape[1])
         is_pulled = place < period.num_peers[:, None]
         cohort = cohort.replace(peer_mask=cohort.peer_mask & is_pulled)
         weight = decentralized.weights("examples", cohort, data)
         mean = aggregate.mix_peers(models, cohort, weight)
-        is_sparse = period.critical & hparams.sparsify
+        is_sparse = exchange.on_all(period.critical & hparams.sparsify)
         if hparams.sparsify:
-            params = sparse_mean(models.params, known["changed"], cohort, weight)
+            params = sparse_mean(models.params, known["changed"], cohort, weight, mean)
             params = stacked.where(is_sparse, params, mean.params)
             mean = mean._replace(params=params)
-        norm = aggregate.mix_peers(known["norm"], cohort, jnp.ones_like(weight))
-        after = jax.vmap(lambda p, n: checked(p, n, hparams, most))(period, norm)
+        ones = jnp.ones_like(weight)
+        norm = aggregate.mix_peers(known["norm"], cohort, ones, known=mean)
         number = cohort.peer_mask.sum(1)
         few = jnp.where(is_sparse, number, 0)
         whole = {"norm": number, "whole model": number - few}
         return decentralized.Mixed(
             mean,
             sent=whole | {"sparse model": few, "mask": few},
-            given=after,
+            given=(period, norm),
             metrics={
                 "peers": losses.masked_sum(number, cohort.row_mask),
                 "critical": losses.masked_sum(period.critical, cohort.row_mask),
             },
         )
 
-    def sparse_mean(params, changed, cohort, weight):
+    def sparse_mean(params, changed, cohort, weight, known):
         """The mean of each entry over the client and the peers that sent it."""
-        of_peers = weight.at[:, 0].set(0)
-        total, sent = aggregate.sum_held(params, changed, cohort, of_peers)
+        given = params, changed, cohort, weight.at[:, 0].set(0)
+        total, sent = aggregate.sum_held(*given, known=known)
 
         def mean(total: jax.Array, sent: jax.Array, own: jax.Array) -> jax.Array:
-            of_own = stacked.column(weight[:, 0], own)
-            return (total + of_own * own) / (sent + of_own)
+            column = stacked.column(of_own, own)
+            return (total + column * own) / (sent + column)
 
-        return jax.tree.map(mean, total, sent, stacked.take(params, cohort.row))
+        of_own = exchange.on_all(weight[:, 0])
+        own = exchange.take(params, cohort.row, sent)
+        return jax.tree.map(mean, total, sent, own)
 
     def client_update(client: fp.Client, start: fp.Variables):
-        """E epochs, during which the round's norm is measured."""
+        """The check by its peers' norms, then E epochs that measure its own."""
+        after = checked(*client.own, hparams, most)
         objective = fp.Objective(
             loss_fn, measure=lambda grads: optax.global_norm(grads) ** 2
         )
@@ -198,7 +202,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         if hparams.sparsify:
             change = jax.tree.map(jnp.subtract, trained.params, start.params)
             changed = sparse.largest(jax.tree.map(jnp.abs, change), num_sent)
-        return trained, {"period": client.own, "norm": norm, "changed": changed}
+        return trained, {"period": after, "norm": norm, "changed": changed}
 
     values = traffic.FLOAT_BYTES * num_sent + shapes.tree_bytes(shape.stats)
     messages = (

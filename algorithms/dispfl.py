@@ -52,10 +52,10 @@ from fedjax_pfl import (
     rng,
     shapes,
     sparse,
-    stacked,
     traffic,
     types,
 )
+from fedjax_pfl.rows import exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,12 +190,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         """w_i <- m_i * sum_j m_j w_j / sum_j m_j over the client and its peers."""
         own, masks = state.clients["own"], state.clients["private"]
         weight = decentralized.weights("uniform", cohort, data)
+        mask = exchange.take(masks, cohort.row)
         total, holders = aggregate.sum_held(
-            own.params, masks, cohort, weight, as_mask=was_held
+            own.params, masks, cohort, weight, as_mask=was_held, known=mask
         )
         mean = jax.tree.map(lambda t, n: t / jnp.maximum(n, 1), total, holders)
-        mask = jax.tree.map(is_next, stacked.take(masks, cohort.row))
-        stats = aggregate.mix_peers(own.stats, cohort, weight)
+        mask = jax.tree.map(is_next, mask)
+        stats = aggregate.mix_peers(own.stats, cohort, weight, known=total)
         number = cohort.peer_mask.sum(1)
         return decentralized.Mixed(
             fp.Variables(sparse.only(mask, mean), stats),

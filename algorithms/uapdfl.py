@@ -69,6 +69,7 @@ from fedjax_pfl import (
     stacked,
     traffic,
 )
+from fedjax_pfl.rows import exchange
 
 DIVERGENCES = {"js": distances.js, "symkl": distances.symkl}
 
@@ -151,30 +152,32 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """Algorithm 1, with what peers had at the end of the last round."""
         known, rows = state.clients["private"], state.clients["own"]
-        answers = stacked.take(known["answer"], cohort.peers)
-        gap = divergence(stacked.take(known["answer"], cohort.row)[:, None], answers)
+        source, _ = aggregate.sources(cohort)
+        answers, cohort = decentralized.asked(known["answer"], source, cohort)
+        gap = divergence(answers[:, :1], answers[:, 1:])
         alike = (gap < hparams.divergence_threshold) & cohort.peer_mask
         drop = (alike == cohort.peer_mask).all(1) & cohort.peer_mask.any(1)
-        drop &= hparams.client_dropout
+        drop = exchange.on_all(drop & hparams.client_dropout)
 
         size = decentralized.weights("examples", cohort, data)
         shared = jnp.pad(alike, ((0, 0), (1, 0)), constant_values=True)
         head = size * shared if by_layer else size
         own = decentralized.mix(rows, cohort, cut, size, head)
         key = rng.stream(state.key, "decentralized.replaced", state.round)
-        replaced = stacked.take(rows, drawn(key, cohort))
+        replaced = exchange.take(rows, drawn(key, cohort), own)
         return decentralized.Mixed(
             stacked.where(drop, replaced, own),
             sent=sent(drop, alike, cohort),
-            given=anchor(known, size, cohort),
+            given=anchor(known, size, cohort, replaced),
             metrics=metrics(known["answer"], gap, drop, cohort),
         )
 
-    def anchor(known, size, cohort):
+    def anchor(known, size, cohort, replaced):
         """A_i f32[C, D], to which the extractor is pulled. Without peers, its own."""
         with_own = hparams.anchor == "with_own"
         weight = jnp.ones_like(size) if with_own else size.at[:, 0].set(0)
-        return aggregate.mix_peers(known["features"], cohort, weight)
+        given = known["features"], cohort, weight
+        return aggregate.mix_peers(*given, known=replaced)
 
     def metrics(answer, gap, drop, cohort):
         """Clients that dropped, and divergences over peer pairs and tracked pairs."""
@@ -248,4 +251,9 @@ def _check(hparams: HParams, task: fp.Task) -> None:
         raise ValueError(
             f"--track_pairs={pairs} reads the same clients in every round, which "
             "--client_state leaves on the host; omit one of them"
+        )
+    if pairs and task.execution.shares_rows:
+        raise ValueError(
+            f"--track_pairs={pairs} reads clients of several devices in every round; "
+            "take --client_state=replicated"
         )

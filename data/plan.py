@@ -171,14 +171,16 @@ class Planner:
         seed = self._seeds[seed_index]
         client, real, level = self._placed(seed_index, round)
         peers, peer_mask = self._draw_peers(seed, round, client, real)
+        is_shared_out = self._owners is not None and self.graph is not None
         return types.Cohort(
             client_id=client,
             row=np.where(real, self._slot[np.where(real, client, 0)], self._padding),
             row_mask=real,
             level=level,
-            peers=peers,
+            peers=self._slot[peers] if is_shared_out else peers,
             peer_mask=peer_mask,
             plans={},
+            peer_id=peers if is_shared_out else (),
         )
 
     def _placed(
@@ -263,13 +265,22 @@ class Planner:
 
     @property
     def most_owned(self) -> int:
-        """The most clients of one of the first rounds whose rows one device has."""
+        """The most clients of one of the first rounds whose rows one device has.
+
+        Their peers count too.
+        """
         rounds = min(max(OWNED_DRAWS // self._clients_per_round, 64), OWNED_ROUNDS)
         return max(
-            self._owners.fullest(self._choose(seed, round))
-            for seed in self._seeds
+            self._owners.fullest(self._needed(index, round))
+            for index in range(len(self._seeds))
             for round in range(rounds)
         )
+
+    def _needed(self, seed_index: int, round: int) -> np.ndarray:
+        """int[n]: the clients of a round and their peers, each once."""
+        if self.graph is None:
+            return self._choose(self._seeds[seed_index], round)
+        return self.drawn(seed_index, round).needed
 
     @property
     def balance(self) -> float:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import boundary, stacked, types
-from fedjax_pfl.rows import exchange, tiled
+from fedjax_pfl.rows import exchange
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
@@ -106,12 +106,13 @@ def stage_weights(
     return masked_weights(weight, types.Variables(mask, mask))
 
 
-def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
+def mix_peers(rows: Any, cohort: types.Cohort, weight: Any, *, known: Any = ()) -> Any:
     """The weighted mean of each client and its peers, leaves [C, ...].
 
     `rows` are the private rows, leaves [K, ...]. `weight` is f32[C, 1 + n] for the
     client and its first n peers, n = 0..P, of any scale, or a prefix pytree of such
-    (other stages, other weights). A client without peers keeps its own model.
+    (other stages, other weights). A client without peers keeps its own model. Rows
+    travel behind `known`, as in `exchange.take`.
 
     Examples:
         >>> ids = jnp.arange(3)
@@ -121,19 +122,21 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
         >>> mix_peers(jnp.array([2.0, 4.0, 8.0]), cohort, jnp.ones((3, 2))).tolist()
         [3.0, 4.0, 5.0]
     """
-    source, known = _sources(cohort)
+    source, counts = sources(cohort)
 
-    def mixed(weight: jax.Array, part: Any) -> Any:
+    def mixed(weight: jax.Array, part: Any, known: Any) -> Any:
         num_sources = weight.shape[1]
-        share = jnp.where(known[:, :num_sources], weight, 0)
+        share = jnp.where(counts[:, :num_sources], weight, 0)
         total = share.sum(1, keepdims=True)
         # A client that gives all weight to peers keeps its own model without any.
         itself = jnp.arange(num_sources) == 0
         share = jnp.where(total > 0, share / jnp.where(total > 0, total, 1), itself)
+        share = exchange.on_all(share)
 
         # One peer at a time: never a gather of [C, P] models.
         def add(index: jax.Array, total: Any) -> Any:
-            one, factor = tiled.take(part, source[:, index]), share[:, index]
+            one = exchange.take(part, source[:, index], (known, total))
+            factor = share[:, index]
 
             def sum_with(total: jax.Array, leaf: jax.Array) -> jax.Array:
                 column = stacked.column(factor, leaf)
@@ -141,10 +144,13 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any) -> Any:
 
             return jax.tree.map(sum_with, total, one)
 
-        zeros = jax.tree.map(jnp.zeros_like, tiled.take(part, cohort.row))
-        return jax.lax.fori_loop(0, num_sources, add, zeros)
+        return jax.lax.fori_loop(0, num_sources, add, _zeros(part, cohort))
 
-    return jax.tree.map(mixed, weight, rows)
+    weights, structure = jax.tree.flatten(weight)
+    out: list[Any] = []
+    for one, part in zip(weights, structure.flatten_up_to(rows), strict=True):
+        out.append(mixed(one, part, (known, out)))
+    return structure.unflatten(out)
 
 
 def sum_held(
@@ -154,30 +160,38 @@ def sum_held(
     weight: jax.Array,
     *,
     as_mask: Callable[[jax.Array], jax.Array] = lambda leaf: leaf,
+    known: Any = (),
 ) -> tuple[Any, Any]:
     """Sums over each client and those of its peers that hold an entry, leaves [C, ...].
 
     `held`, in the shapes of the private `rows`, becomes a mask of held entries by
     `as_mask`. `weight` is f32[C, 1 + P] for the client and its peers, of any scale.
     Returns (sum of weight times value, sum of weight), 0 for entries that no row holds.
+    Rows travel behind `known`, as in `exchange.take`.
     """
-    source, known = _sources(cohort)
-    share = jnp.where(known, weight, 0)
+    source, counts = sources(cohort)
+    share = exchange.on_all(jnp.where(counts, weight, 0))
 
     # One peer at a time, as in `mix_peers`.
     def add(index: jax.Array, sums: tuple[Any, Any]) -> tuple[Any, Any]:
-        one, mask = tiled.take((rows, held), source[:, index])
+        one, mask = exchange.take((rows, held), source[:, index], (known, sums))
         factor = jax.tree.map(
             lambda m: jnp.where(as_mask(m), stacked.column(share[:, index], m), 0), mask
         )
         values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
         return jax.tree.map(jnp.add, sums, (values, factor))
 
-    zeros = jax.tree.map(jnp.zeros_like, tiled.take(rows, cohort.row))
+    zeros = _zeros(rows, cohort)
     return jax.lax.fori_loop(0, source.shape[1], add, (zeros, zeros))
 
 
-def _sources(cohort: types.Cohort) -> tuple[jax.Array, jax.Array]:
+def _zeros(rows: Any, cohort: types.Cohort) -> Any:
+    """Zeros in the shapes of a cohort's rows, leaves [C, ...]."""
+    lead = cohort.row.shape
+    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape[1:]), x.dtype), rows)
+
+
+def sources(cohort: types.Cohort) -> tuple[jax.Array, jax.Array]:
     """The slots int32[C, 1 + P] of clients and their peers, and which of them count."""
     source = jnp.concatenate([cohort.row[:, None], cohort.peers], 1)
     return source, jnp.pad(cohort.peer_mask, ((0, 0), (1, 0)), constant_values=True)

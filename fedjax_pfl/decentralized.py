@@ -31,6 +31,7 @@ from fedjax_pfl import (
     stacked,
     types,
 )
+from fedjax_pfl.rows import exchange
 
 option = options.option
 
@@ -114,12 +115,24 @@ def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
     return stacked.take(data.partition.train.count, source).astype(jnp.float32)
 
 
+def asked(tree: Any, row: jax.Array, cohort: types.Cohort) -> tuple[Any, types.Cohort]:
+    """Small private rows at slots int32[C] or int32[C, n], on every device.
+
+    `tree` has leaves [K, ...]. Returns also the cohort, with which later rows travel
+    behind these (`rows.exchange`).
+    """
+    found = exchange.gathered(exchange.take(tree, row))
+    return found, exchange.behind(cohort, found)
+
+
 def mix(
     models: types.Variables,
     cohort: types.Cohort,
     cut: int,
     extractor: jax.Array,
     classifier: jax.Array,
+    *,
+    known: Any = (),
 ) -> types.Variables:
     """Weighted means of clients and their peers, leaves [C, ...].
 
@@ -127,11 +140,12 @@ def mix(
     stage of the classifier, 0..L, and L means that there is none. `extractor` has the
     weights of the stages below the cut and of all statistics, as in
     `aggregate.mix_peers` (with f32[C, 1] each client keeps its own), and `classifier`
-    those of the other stages' parameters.
+    those of the other stages' parameters. Rows travel behind `known`.
     """
     params, stats = models
-    below, stats = aggregate.mix_peers((params[:cut], stats), cohort, extractor)
-    above = aggregate.mix_peers(params[cut:], cohort, classifier)
+    parts, weight = ((params[:cut], stats), params[cut:]), (extractor, classifier)
+    mixed = aggregate.mix_peers(parts, cohort, weight, known=known)
+    (below, stats), above = mixed
     return types.Variables((*below, *above), stats)
 
 
@@ -196,7 +210,8 @@ def make(
 
     def serving(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         """The mixed models of the next round's clients, and the others' own models."""
-        pulled = mixed(state, cohort, data).model
+        pulled = exchange.gathered(mixed(state, cohort, data).model)
+        cohort = exchange.behind(cohort, pulled)
         # Two groups, since a put into a state that is not donated copies all clients.
         rest = jnp.ones(task.num_rows, bool).at[cohort.row].set(False, mode="drop")
         return (

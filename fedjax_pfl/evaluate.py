@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import each_client, execution, over_devices, rng, scores, stacked, types
-from fedjax_pfl.rows import tiled
+from fedjax_pfl.rows import exchange, tiled
 
 
 class Scoring(NamedTuple):
@@ -218,6 +218,11 @@ def of_clients(
     def of(table: jax.Array, fill: Any) -> jax.Array:
         return jnp.take(table, ids, mode="fill", fill_value=fill)
 
+    given = state, cohort, data
+    served = algorithm.serving_groups(*given, num_rows)
+    # What follows must not be under way together with the rows of peers.
+    peers = [g.own for g in served if algorithm.peers and not g.is_by_row]
+    ids = exchange.behind(ids, peers)
     start, count, is_sampled = of(test.start, 0), of(test.count, 0), of(is_sampled, 0)
     out: dict[str, Any] = {}
     scored = jnp.zeros(0, jnp.int32)
@@ -240,6 +245,7 @@ def of_clients(
         known, cross = jnp.zeros(num_rows, bool), jnp.zeros(scored.shape, jnp.int32)
         for group in groups:
             number, end = _numbers(group, num_rows), group.mask.shape[0]
+            number = exchange.behind(number, peers)
             serves = number > 0
             measured = serves & is_sampled
             known = known | measured
@@ -274,8 +280,6 @@ def of_clients(
                 cross += found["right"]
         return own, tuple(shared), known, cross
 
-    given = state, cohort, data
-    served = algorithm.serving_groups(*given, num_rows)
     own, shared, out["known"], cross = of_groups(served, score, scored)
     out["serving"] = own, shared
     if scoring.num_scored:

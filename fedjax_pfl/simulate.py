@@ -165,8 +165,7 @@ class Simulation:
                 args = call.init_args(self.data)
                 executable, _ = self._compiled(self.program.init, args)
                 state = jax.block_until_ready(executable(*args))
-                self.rows.begin(call, state)
-                call.state = state
+                call.state = self.rows.begin(call, state)
                 self.compile_seconds += time.perf_counter() - begin
 
     def load(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import shapes, types
+from fedjax_pfl.rows import exchange
 
 FLOAT_BYTES = 4
 # The simulated network of every client, in both directions together
@@ -69,6 +70,7 @@ def counted(
             "messages declare; return 0 for what is not sent"
         )
     counts = [jnp.asarray(sent[kind.name], jnp.int32) for kind in kinds]
+    counts = exchange.everywhere(counts)
     total = [jnp.where(row_mask, count, 0).sum() for count in counts]
     return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)
 

@@ -524,6 +524,12 @@ class Cohort:
         """int32[C, P]: the peers as clients, for tables of the data."""
         return self.peers if isinstance(self.peer_id, tuple) else self.peer_id
 
+    @property
+    def needed(self) -> np.ndarray:
+        """int[n]: the clients and their peers, in order, each once; on the host."""
+        peers = self.peer_clients[self.peer_mask & self.row_mask[..., None]]
+        return np.unique(np.concatenate([self.client_id[self.row_mask], peers]))
+
     def of_round(self, index: Any, num_examples: jax.Array) -> Cohort:
         """Round `index` of a window, for clients with train examples int32[K]."""
         one = exchange.everywhere(stacked.at(self.replace(plans={}), index))

@@ -36,10 +36,14 @@ def take(tree: Any, row: jax.Array, known: Any = ()) -> Any:
     """Private rows at slots int32[C] of leaves [R, ...]; padding reads any row.
 
     Where rows are shared out, each device has C / D of the result, leaves [C, ...], and
-    the numbers [C] in it. Trips start behind `known`, leaves [C, ...].
+    the numbers [C] in it. Trips start behind `known`, leaves [C, ...]. With slots
+    int32[C, n], such as those of peers, the result has leaves [C, n, ...].
     """
     if not _is_shared(tree):
         return tiled.take(tree, row)
+    if row.ndim > 1:
+        found = take(tree, row.reshape(-1), known)
+        return jax.tree.map(lambda x: x.reshape(*row.shape, *x.shape[1:]), found)
 
     def by_trips(tree: Any, row: jax.Array, known: Any) -> Any:
         return _Trips.of(tree, behind(row, known)).take(tree)
@@ -90,16 +94,32 @@ def put(
     return rows, round + _zero(trips)
 
 
-def behind(number: jax.Array, known: Any) -> jax.Array:
-    """The same integers, which XLA computes from what a device knows: any numbers."""
+def behind(tree: Any, known: Any) -> Any:
+    """A tree whose integers and bools XLA computes from what a device knows.
+
+    They stay the same. `known` has any numbers, and of `tree` leaves of at most two
+    axes count.
+    """
     if not _makes_trips():
-        return number
+        return tree
+    zero = _zero_of(known)
+
+    def one(leaf: jax.Array) -> jax.Array:
+        is_exact = leaf.dtype == bool or jnp.issubdtype(leaf.dtype, jnp.integer)
+        return leaf ^ zero.astype(leaf.dtype) if is_exact and leaf.ndim <= 2 else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def _zero_of(known: Any) -> jax.Array:
+    """A 0, int32[], that XLA takes for a result of the first number of each leaf."""
+    zero = jnp.int32(0)
     for leaf in map(jnp.asarray, jax.tree.leaves(known)):
         if leaf.size and not views.is_key(leaf):
             first = leaf[(0,) * leaf.ndim].astype(jnp.float32)
             bits = jax.lax.bitcast_convert_type(first, jnp.int32)
-            number = number + _zero(jax.lax.shift_right_logical(bits, jnp.int32(1)))
-    return number
+            zero += _zero(jax.lax.shift_right_logical(bits, jnp.int32(1)))
+    return zero
 
 
 def _zero(number: jax.Array) -> jax.Array:
@@ -118,16 +138,39 @@ def everywhere(tree: Any) -> Any:
 
     Sums over them then need no communication, for which trips would have to wait.
     """
+    return jax.tree.map(lambda x: on_all(x) if is_number(x) else x, tree)
+
+
+def on_all(tree: Any) -> Any:
+    """A small tree of which every device has all, if trips are made."""
     if not _makes_trips():
         return tree
     where = jax.sharding.NamedSharding(execution.setting().owners, _ALL)
+    return jax.lax.with_sharding_constraint(tree, where)
 
-    def one(leaf: Any) -> Any:
-        if not is_number(leaf):
-            return leaf
-        return jax.lax.with_sharding_constraint(leaf, where)
 
-    return jax.tree.map(one, tree)
+def gathered(tree: Any) -> Any:
+    """Leaves [C, ...], of which each device has a part, on all devices.
+
+    None of them is sent before all have arrived. They stay the same.
+    """
+    if not _makes_trips():
+        return tree
+
+    def on_device(tree: Any) -> Any:
+        zero = _zero_of(tree)
+
+        def one(leaf: jax.Array) -> jax.Array:
+            if leaf.dtype == bool:
+                return leaf ^ zero.astype(bool)
+            bits = jnp.dtype(f"int{8 * leaf.dtype.itemsize}")
+            same = jax.lax.bitcast_convert_type(leaf, bits) ^ zero.astype(bits)
+            return jax.lax.bitcast_convert_type(same, leaf.dtype)
+
+        return jax.tree.map(one, tree)
+
+    mesh = execution.setting().owners
+    return on_all(over_devices.mapped(on_device, mesh, (_MINE,), _MINE)(tree))
 
 
 def are_finite(tree: Any, row: jax.Array) -> jax.Array:

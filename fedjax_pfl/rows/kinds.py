@@ -59,11 +59,13 @@ class Rows:
     def num_clients(self) -> int:
         return self.layout.num_clients
 
-    def begin(self, call: Call, state: types.RoundState) -> None:
-        """Takes the rows of a call before the first round.
+    def begin(self, call: Call, state: types.RoundState) -> types.RoundState:
+        """The state of a call before the first round, whose row k is that of client k.
 
-        Raises ValueError if this kind needs equal rows and some differ.
+        Returns it with all rows in their slots. Raises ValueError if this kind needs
+        equal rows and some differ.
         """
+        return state
 
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
         """A function that says whether a window has room for one more round.
@@ -185,8 +187,11 @@ class Replicated(Rows):
 class Sharded(Rows):
     """Each device has the rows of its own clients: client k those of device k mod D."""
 
-    def begin(self, call: Call, state: types.RoundState) -> None:
-        slots.check_equal(state.private)
+    def begin(self, call: Call, state: types.RoundState) -> types.RoundState:
+        if slots.are_equal(state.private):
+            return state
+        where = tiled.of_rows(state.private, self._how)
+        return state.with_private(self.layout.dealt(state.private, where))
 
     def whole(self, state: types.RoundState) -> types.RoundState:
         return state.with_private(self.layout.by_client(state.private))
@@ -209,7 +214,8 @@ class Sharded(Rows):
             rows = self.layout.by_client(views.joined([state.private]))
             state = state.with_private(rows)
             row = np.where(cohort.row_mask, cohort.client_id, self.layout.num_rows)
-            return state, cohort.replace(row=row), client
+            cohort = cohort.replace(row=row, peers=cohort.peer_clients)
+            return state, cohort, client
         return state, cohort, None if client is None else int(self.layout.slots[client])
 
 
@@ -312,12 +318,12 @@ class Hosted(Rows):
 
         If there is room for all, they are all clients in the slots of a full layout.
         """
-        return np.arange(self.num_clients) if self._has_all else needed(cohort)
+        return np.arange(self.num_clients) if self._has_all else cohort.needed
 
     def _made(self, common: Any) -> store.Store:
         return store.Store(common, self.num_clients, self._folder)
 
-    def begin(self, call: Call, state: types.RoundState) -> None:
+    def begin(self, call: Call, state: types.RoundState) -> types.RoundState:
         """Like `Rows.begin`, where clients must begin with equal rows."""
         rows = jax.device_get(state.private)
         for slot, variant in enumerate(call.variants):
@@ -329,6 +335,7 @@ class Hosted(Rows):
                     "of its own, and all must be on the device; omit it"
                 )
             self._stores[variant] = self._made(jax.tree.map(np.array, common))
+        return state
 
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
         layout = self.layout
@@ -342,7 +349,7 @@ class Hosted(Rows):
                     none = np.zeros(self.num_clients, bool)
                     known[seed] = none, np.zeros(layout.devices, int)
                 is_in, counts = known[seed]
-                new = needed(cohort)
+                new = cohort.needed
                 new = new[~is_in[new]]
                 is_in[new] = True
                 counts += layout.counts(new)
@@ -353,7 +360,7 @@ class Hosted(Rows):
 
     def grow(self, cohorts: Iterable[types.Cohort]) -> None:
         """Like `Rows.grow`. With several devices one may need more than ever before."""
-        most = max(self.layout.fullest(needed(cohort)) for cohort in cohorts)
+        most = max(self.layout.fullest(cohort.needed) for cohort in cohorts)
         if self._has_all or most <= self.layout.rows_per_device:
             return
         whole = self.layout._replace(most=0).rows_per_device
@@ -697,12 +704,6 @@ class Hosted(Rows):
         return state, cohort, int(self.layout.slots_of(ids)[ids.searchsorted(client)])
 
 
-def needed(cohort: types.Cohort) -> np.ndarray:
-    """int64[n]: the clients of a cohort and their peers, in order, each once."""
-    peers = cohort.peers[cohort.peer_mask & cohort.row_mask[..., None]]
-    return np.unique(np.concatenate([cohort.client_id[cohort.row_mask], peers]))
-
-
 def in_slots(
     cohort: types.Cohort,
     ids: np.ndarray,
@@ -717,14 +718,14 @@ def in_slots(
     table = np.full(layout.num_clients + 1, padding, np.int32)
     table[ids] = layout.slots_of(ids) if where is None else where
     row = table[np.where(cohort.row_mask, cohort.client_id, layout.num_clients)]
-    peers = np.where(cohort.peer_mask, cohort.peers, layout.num_clients)
+    peers = np.where(cohort.peer_mask, cohort.peer_clients, layout.num_clients)
     is_here = table[peers] < padding
     return cohort.replace(
         row=row,
         row_mask=cohort.row_mask & (row < padding),
         peers=np.where(is_here, table[peers], 0).astype(np.int32),
         peer_mask=cohort.peer_mask & is_here,
-        peer_id=cohort.peers,
+        peer_id=cohort.peer_clients,
     )
 
 

@@ -86,6 +86,19 @@ class Layout(NamedTuple):
         client = np.minimum(self.clients, self.num_clients - 1)
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:, client], rows)
 
+    def dealt(self, rows: Any, where: Any) -> Any:
+        """Rows on the devices, leaves [variants, num_rows, ...], in their slots.
+
+        Row k is that of client k, for all K clients. `where` has where each leaf is.
+        """
+        client = np.minimum(self.clients, self.num_clients - 1)
+
+        def one(leaf: jax.Array, where: Any) -> jax.Array:
+            # Leaf by leaf, as a device may get all rows for a moment.
+            return jax.jit(lambda x: x[:, client], out_shardings=where)(leaf)
+
+        return jax.tree.map(one, rows, where)
+
     def by_client(self, rows: Any) -> Any:
         """Leaves [variants, num_rows, ...] in the order of clients, [variants, K, ...].
 
@@ -151,16 +164,7 @@ def _gathered(mesh: jax.sharding.Mesh, count: int) -> Callable[..., jax.Array]:
 
 
 @jax.jit
-def _are_equal(rows: Any) -> jax.Array:
-    """bool[]: whether the rows of all clients are the same in every leaf."""
+def are_equal(rows: Any) -> jax.Array:
+    """bool[]: whether rows [variants, R, ...] are the same in every leaf."""
     pairs = [(leaf == leaf[:, :1]) | (leaf != leaf) for leaf in jax.tree.leaves(rows)]
     return jnp.stack([pair.all() for pair in pairs]).all()
-
-
-def check_equal(rows: Any) -> None:
-    """Refuses, with a ValueError, first rows [variants, R, ...] that differ."""
-    if not _are_equal(rows):
-        raise ValueError(
-            "--client_state=device: the algorithm gives each client a row of its own "
-            "before the first round; take --client_state=replicated"
-        )

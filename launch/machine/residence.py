@@ -111,13 +111,11 @@ def bytes_to_share(
 ) -> int:
     """Counts the bytes of one seed's rows that devices may hold for their own clients.
 
-    They are 0 if clients keep nothing, differ in architecture, read rows of peers, or
-    keep what depends on their number. Rows on the host count only as far as devices
-    hold them. In `task` every device has all rows, and `data` has a partition of all
-    seeds.
+    They are 0 if clients keep nothing, differ in architecture, or keep what depends on
+    their number. Rows on the host count only as far as devices hold them. In `task`
+    every device has all rows, and `data` has a partition of all seeds.
     """
-    algorithm = make(task)
-    if algorithm.by_architecture or algorithm.peers is not None:
+    if make(task).by_architecture:
         return 0
     # With more rows than clients, no other array has as many entries as there are rows.
     task = task._replace(num_residents=task.num_clients + 1)

@@ -183,9 +183,10 @@ def test_served_after_mixing_and_before_training(method, pulled, tables):
 
 
 def peers_of_three(name, arrays, **options):
-    """A decentralised method, whose clients ask three peers."""
+    """A decentralised method of three peers, with rows in the order of clients."""
     return build.experiment(
         algo=name,
+        client_state="replicated",
         preset="none",
         dataset=arrays,
         model="mlp",

@@ -106,7 +106,7 @@ def test_slots_are_places_among_the_residents(devices, expected):
     peer_mask = np.array([[True, True], [False, False], [True, False]])
     mask = clients < NUM_CLIENTS
     cohort = types.Cohort(clients, clients, mask, clients, peers, peer_mask, {})
-    ids = kinds.needed(cohort)
+    ids = cohort.needed
     assert ids.tolist() == [1, 3, 6, 8]
     layout = slots.Layout(NUM_CLIENTS, devices, 5)
     found = kinds.in_slots(cohort, ids, layout)

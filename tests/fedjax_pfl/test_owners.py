@@ -132,9 +132,31 @@ def test_finite_rows_stay_where_they_are(on_devices):
     assert mapped(placed, row[np.array([0, 1, K, 3])]).tolist() == [True, True]
 
 
-def test_rows_of_their_own_are_refused():
+def test_rows_of_their_own_are_dealt(on_devices):
+    """Row k before the first round is that of client k."""
     rows = {"a": jnp.ones((1, 4, 2)), "b": jnp.full((1, 4), jnp.nan)}
-    slots.check_equal(rows)
+    assert slots.are_equal(rows)
     rows["a"] = rows["a"].at[0, 3].set(2)
-    with pytest.raises(ValueError, match="take --client_state=replicated"):
-        slots.check_equal(rows)
+    assert not slots.are_equal(rows)
+    layout, how, rows = on_devices
+    # There are more rows than clients.
+    first = jax.tree.map(lambda x: np.concatenate([x, x[:, :2]], 1), rows)
+    first = tiled.place(first, how)
+    dealt = layout.dealt(first, tiled.of_rows(first, how))
+    assert dealt["a"].addressable_shards[0].data.shape == (2, 5, 3)
+    expected = layout.in_slots(rows)
+    assert all((np.asarray(dealt[n]) == expected[n]).all() for n in rows)
+
+
+def test_parts_of_all_devices_stay_the_same(on_devices):
+    """Zeros below zero and no numbers included."""
+    _, how, _ = on_devices
+    tree = {
+        "a": jnp.array([[-0.0, jnp.nan], [1, -jnp.inf], [2, 3], [0, 4]]),
+        "b": jnp.array([True, False, True, True]),
+        "c": jnp.arange(4, dtype=jnp.uint8),
+    }
+    with execution.over_devices(how):
+        found = jax.jit(exchange.gathered)(tree)
+    for name, leaf in tree.items():
+        assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes()

@@ -55,7 +55,8 @@ def assert_shared(four, num_gathers=0):
     get `num_gathers` arrays.
     """
     assert four.task.execution.shares_rows
-    (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
+    program = four.simulation.program
+    (text,) = [x.as_text() for x in program.rounds.executables]
     assert " all-to-all(" in text
     assert programs.beside_loops(text) == []
     places = four.config.num_seeds * 8
@@ -65,10 +66,15 @@ def assert_shared(four, num_gathers=0):
     rows = jax.tree.leaves(four.simulation.calls[0].state.private)
     # 30 clients on 4 devices have 8 rows on each.
     assert rows and all(x.addressable_shards[0].data.shape[1] == 8 for x in rows)
+    if program.algorithm.peers is not None:
+        (text,) = [x.as_text() for x in program.of_clients.executables]
+        assert " all-to-all(" in text
+        assert programs.beside_loops(text) == []
 
 
 # Models, heads, control variates and optimizer states of clients; a proxy set; seeds
-# side by side, a sample of the clients, and all of them scored.
+# side by side, a sample of the clients, and all of them scored; rows of peers, also
+# masks with which each client begins.
 CASES = {
     "pfedsd": {"algo": "pfedsd", "c_gen": True, "eval_sample": 13},
     "fedper": {
@@ -86,14 +92,21 @@ CASES = {
         "client_momentum": 0.5,
         "client_chunk": 2,
     },
+    "uapdfl": {"algo": "uapdfl", "num_peers": 3, "divergence_threshold": 0.02},
+    "dfedper": {"algo": "dfedper", "topology": "ring"},
+    "dispfl": {"algo": "dispfl", "num_peers": 3},
+    "criticalfl": {"algo": "criticalfl", "num_peers": 3, "sparsify": True},
 }
 
 
 SLOW = pytest.mark.slow
 
 
+IN_TURN = "state", "dfedper", "dispfl", "criticalfl"
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[SLOW] * (n == "state")) for n in CASES]
+    "case", [pytest.param(n, marks=[SLOW] * (n in IN_TURN)) for n in CASES]
 )
 def test_as_on_one_device(case, vectors):
     one, four = (made(vectors, n, **CASES[case]) for n in (1, 4))
@@ -101,8 +114,9 @@ def test_as_on_one_device(case, vectors):
     for experiment in (one, four):
         experiment.run(progress=False)
     assert_alike(one, four)
-    # The server's logits and embeddings on the proxy set, of which each device has some
-    assert_shared(four, num_gathers=2 if case == "cdkt" else 0)
+    # The server's logits and embeddings on the proxy set, of which each device has
+    # some, unit representations, gradient norms
+    assert_shared(four, {"cdkt": 2, "uapdfl": 1, "criticalfl": 1}.get(case, 0))
     if case == "pfedsd":
         chosen = int(four.planner.drawn(0, four.round).client_id.min())
         for client in (0, chosen, K - 1, None):
@@ -145,10 +159,10 @@ def test_goes_on_with_another_number_of_devices(before, after, vectors, tmp_path
 
 
 def test_replicated(vectors):
-    """All rows on every device, as `dfedavg` has them, whose clients read peers."""
+    """All rows on every device, as `fedict` has them, whose rows depend on clients."""
     for options in (
         {"algo": "pfedsd", "client_state": "replicated"},
-        {"algo": "dfedavg"},
+        {"algo": "fedict"},
     ):
         experiment = made(vectors, 4, **options, rounds=1)
         assert not experiment.task.execution.shares_rows
