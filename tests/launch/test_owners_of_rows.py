@@ -117,9 +117,10 @@ def test_as_on_one_device(case, vectors):
     # The server's logits and embeddings on the proxy set, of which each device has
     # some, unit representations, gradient norms
     assert_shared(four, {"cdkt": 2, "uapdfl": 1, "criticalfl": 1}.get(case, 0))
-    if case == "pfedsd":
+    if case in ("pfedsd", "uapdfl"):
         chosen = int(four.planner.drawn(0, four.round).client_id.min())
-        for client in (0, chosen, K - 1, None):
+        server = [None] * (case == "pfedsd")
+        for client in (0, chosen, K - 1, *server):
             found = [e.predict(client, vectors[0][:5]) for e in (one, four)]
             np.testing.assert_allclose(*found, atol=1e-6)
 

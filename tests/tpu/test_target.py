@@ -129,10 +129,11 @@ def test_several_chips(unequal):
     assert "all-reduce" in lowered.compile().as_text()
 
 
-def test_rows_of_clients_stay_on_their_chips(unequal):
+@pytest.mark.parametrize("name", ["pfedsd", "dispfl"])
+def test_rows_of_clients_stay_on_their_chips(name, unequal):
     """Those of a round travel, none is gathered, and a chip has half of the models."""
     one, two = (
-        compiled_for("pfedsd", unequal, devices=n, client_chunk=2).simulation
+        compiled_for(name, unequal, devices=n, client_chunk=2).simulation
         for n in (1, 2)
     )
     compiled = two.lowered()["rounds"].compile()
