@@ -136,13 +136,16 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         key = rng.stream(state.key, "proxy.public", state.round)
         chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
         public = stacked.in_batches(chosen, hparams.batch_size)
+        own = here.rows
         participations = sum(
-            jnp.where(mine.cohort.row_mask, mine.rows["participations"] + 1, 0)
-            for mine in here.groups
+            jnp.where(mine.cohort.row_mask, rows["participations"] + 1, 0)
+            for mine, rows in zip(here.groups, own, strict=True)
         )
         weight = speaking(cohort, participations)
-        _, consensus, here = here.update(answer, shared=public, reduce=weight)
-        trained, here = here.update(client_update, shared=(public, consensus))
+        given = {"own": own, "shared": public, "reduce": weight}
+        _, consensus, here = here.update(answer, **given)
+        given = {"own": own, "shared": (public, consensus)}
+        trained, here = here.update(client_update, **given)
         rows = [
             {"own": one.variables, "participations": participations} for one in trained
         ]

@@ -232,7 +232,7 @@ class Round(NamedTuple):
             total = jax.tree.map(jnp.add, total, part) if number else part
             opt_states.append(after.state.opt_state)
         kept = tuple(opt_states) if self.state.opt_state else ()
-        state = self.state.replace(opt_state=kept)
+        state = self.state.replace(opt_state=kept, round=after.state.round)
         return tuple(every), *total, self._replace(state=state)
 
     def in_turn(
@@ -255,13 +255,16 @@ class Round(NamedTuple):
 
     def after(self, rows: Any = None, **changed: Any) -> types.RoundState:
         """The state one round later, see `types.RoundState.after`."""
+        state, cohort = self.state, self.cohort
         if rows is None or not self.by_architecture:
-            return self.state.after(self.cohort, rows, **changed)
+            return state.after(cohort, rows, **changed)
+        if len(rows) == 1:
+            return state.after(cohort, tuple(rows), **changed)
         clients = tuple(
             stacked.put(mine.state.clients, mine.cohort.row, own)
             for mine, own in zip(self.groups, rows, strict=True)
         )
-        return self.state.after(clients=clients, **changed)
+        return state.after(clients=clients, **changed)
 
 
 def update_by_architecture(

@@ -172,7 +172,12 @@ class Task(NamedTuple):
         return Variables(*model.init(rng.stream(key, "engine.init"), example))
 
     def members(self, group: int) -> np.ndarray:
-        """int[K_g]: the clients of a group, in the order of their private rows."""
+        """int[K_g]: the clients of a group, in the order of their private rows.
+
+        Where all have one architecture, these are the slots of all rows.
+        """
+        if len(self.client_models) == 1:
+            return np.arange(self.num_rows)
         return np.flatnonzero(np.asarray(self.group_of_client) == group)
 
 
@@ -629,10 +634,12 @@ class Serving:
         build: Callable[[Any, Any], Variables] | None = None,
     ) -> Serving:
         """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K]."""
-        count = jax.tree.leaves(own)[0].shape[0]
-        ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
-        mask = jnp.ones(count, bool) if mask is None else mask
-        return cls(own, shared, ids, mask, model, build, client_id is None)
+        every = np.arange(jax.tree.leaves(own)[0].shape[0])
+        ids = every if client_id is None else client_id
+        # Also the members of a single group
+        is_by_row = isinstance(ids, np.ndarray) and np.array_equal(ids, every)
+        mask = jnp.ones(every.shape, bool) if mask is None else mask
+        return cls(own, shared, jnp.asarray(ids), mask, model, build, is_by_row)
 
     @classmethod
     def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Serving:

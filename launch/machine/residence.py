@@ -80,7 +80,7 @@ def with_resident_rows(
         what = what if kept else "nothing between rounds"
         line = f"{given}: clients of --algo={config.algo} keep {what}"
         raise ValueError(f"{line}; omit it")
-    cohort, is_grouped = planner.drawn(0, 0), program.algorithm.by_architecture
+    cohort, is_grouped = planner.drawn(0, 0), len(task.client_models) > 1
     if not is_grouped:
         how, devices = task.execution, 1
         most = cohort.client_id.size + cohort.peers.size
@@ -93,7 +93,7 @@ def with_resident_rows(
         is_grouped = any(leaf.shape[1] != count for leaf in rows)
     if is_grouped:
         what = "what depends on each client from the first round on"
-        if program.algorithm.by_architecture:
+        if len(task.client_models) > 1:
             what = "the rows of each architecture apart"
         raise ValueError(
             f"{given}: --algo={config.algo} keeps {what}, which must be on the device; "
@@ -115,7 +115,7 @@ def bytes_to_share(
     their number. Rows on the host count only as far as devices hold them. In `task`
     every device has all rows, and `data` has a partition of all seeds.
     """
-    if make(task).by_architecture:
+    if make(task).by_architecture and len(task.client_models) > 1:
         return 0
     # With more rows than clients, no other array has as many entries as there are rows.
     task = task._replace(num_residents=task.num_clients + 1)

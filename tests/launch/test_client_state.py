@@ -58,6 +58,8 @@ CASES = {
         "num_seeds": 2,
         "emulate": "accelerator",
     },
+    "fedmd": {"algo": "fedmd", "proxy_fraction": 0.1},
+    "peers": {"algo": "dfedavg", "topology": "ring", "num_peers": 2, **TWO},
     "points": {"algo": "pfedsd", "sweep": "client_lr=0.01,0.1"},
     "metrics": {"algo": "pfedsd", "eval_metrics": "macro_f1,auc,ece", **TWO},
     "all": {
@@ -71,7 +73,7 @@ CASES = {
 
 
 # Large programs, or those of another case; `pytest -m slow` runs them.
-SLOW = "uapdfl", "points"
+SLOW = "uapdfl", "points", "fedmd", "peers"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_what_trained_is_saved(vectors, tmp_path):
         ({"algo": "uapdfl", "shared_init": False}, "a row of its own"),
         ({"algo": "uapdfl", "track_pairs": 2}, "track_pairs=2 reads the same clients"),
         (
-            {"algo": "fedmd", "proxy_fraction": 0.1},
+            {"algo": "fedmd", "proxy_fraction": 0.1, "client_model": "narrow,mlp"},
             "--algo=fedmd keeps the rows of each architecture apart",
         ),
         ({"algo": "fedper", "client_state": "/nowhere"}, "host or a folder to which"),
