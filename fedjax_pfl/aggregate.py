@@ -90,14 +90,6 @@ def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
     return boundary.select(is_held, weighted_mean(rows, share), fallback)
 
 
-def stage_means(
-    copies: types.Variables, weight: jax.Array, held: jax.Array, old: types.Variables
-) -> types.Variables:
-    """The weighted mean of each stage over the rows that hold it; `held` bool[C, L]."""
-    mask = boundary.by_stage(held)
-    return masked_mean(copies, weight, types.Variables(mask, mask), old)
-
-
 def stage_weights(
     weight: jax.Array, held: jax.Array
 ) -> tuple[types.Variables, types.Variables]:
