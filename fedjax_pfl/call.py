@@ -253,7 +253,7 @@ def _split_metrics(
     union: int,
     unseen: np.ndarray,
 ) -> scores.Metrics:
-    """`Score.metrics` of the clients that may train, and the means of the others.
+    """`Classes.metrics` of the clients that may train, and the means of the others.
 
     The mean over `unseen` bool[K] has the name of that over the others with `unseen` in
     the place of `client`. Models of the server are measured on the rows of both.
