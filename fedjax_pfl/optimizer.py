@@ -60,6 +60,12 @@ class Custom:
     def __str__(self) -> str:
         return self.name
 
+    def step(self, learning_rate: Any, grads: Any, params: Any) -> Any:
+        """Its first state, and (updates, state) of its first step."""
+        tx = self.make(learning_rate)
+        state = tx.init(params)
+        return state, tx.update(grads, state, params)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
@@ -264,13 +270,8 @@ PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float
 
 def fingerprint(given: Custom) -> str:
     """A text that changes with the computation of a custom optimizer."""
-
-    def step(learning_rate: Any, grads: Any, params: Any) -> Any:
-        tx = given.make(learning_rate)
-        state = tx.init(params)
-        return state, tx.update(grads, state, params)
-
-    traced = jax.make_jaxpr(step)(0.1, PROBE, PROBE)
+    # A new function, since jax would not trace the same one again.
+    traced = jax.make_jaxpr(lambda *args: given.step(*args))(0.1, PROBE, PROBE)
     digest = hashlib.sha256()
     for constant in traced.consts:
         digest.update(np.ascontiguousarray(constant).data)
