@@ -344,19 +344,6 @@ def load(path: Any, **given: Any) -> Experiment:
     Options that runs do not record (`export_partition`, `distributed`, `compile_cache`
     and others that act outside of the folder) are not taken from it.
 
-    Examples:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> made = experiment(
-        ...     algo="fedavg", model="mlp", num_clients=4, examples_per_client=10,
-        ...     rounds=1, workdir=folder.name)
-        >>> _ = made.run(progress=False)
-        >>> load(folder.name).round
-        1
-        >>> load(folder.name, rounds=2).run(progress=False)["rounds"]
-        2
-        >>> folder.cleanup()
-
     Args:
         path: The folder, as `--workdir` named it.
         **given: Options that replace the recorded ones, such as a larger `rounds`, and
