@@ -153,11 +153,6 @@ def _table(options: Iterable[tuple[dataclasses.Field, str]]) -> str:
     return "\n".join(['<div class="options" markdown>', "", *lines, "", "</div>"])
 
 
-def own_options(name: str) -> list[str]:
-    """The options that a method adds to those of every training."""
-    return registry.groups_of(name).get(name, [])
-
-
 def differing(name: str) -> list[str]:
     """The options whose defaults a variant has of its own."""
     mine, theirs = (
@@ -339,7 +334,7 @@ def method_page(name: str) -> str:
     parts.append(traffic(name))
     groups = registry.groups_of(name)
     for heading, names in (
-        ("Options of its own", own_options(name)),
+        ("Options of its own", groups.get(name, [])),
         ("Options of its training", groups.get("training", [])),
     ):
         if names:

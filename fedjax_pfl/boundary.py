@@ -267,7 +267,11 @@ def middle(
     """Like `first_personal`, with parameters on both sides, else a ValueError."""
     cut, names = first_personal(name, model, example_shape, flag), model.stage_names
     params, _ = shapes.variables(model, example_shape)
-    fit = [at for at in range(len(names)) if _cuts(params, at)]
+    fit = [
+        at
+        for at in range(len(names))
+        if all(map(jax.tree.leaves, (params[:at], params[at:])))
+    ]
     if cut not in fit:
         later = ", ".join(names[at] for at in fit)
         has_lower = bool(jax.tree.leaves(params[:cut]))
@@ -277,11 +281,6 @@ def middle(
             f"{f'one of {later}' if later else SEVERAL_STAGES}"
         )
     return cut
-
-
-def _cuts(params: types.Params, at: int) -> bool:
-    """Whether there are parameters before stage `at`, and from it on."""
-    return all(map(jax.tree.leaves, (params[:at], params[at:])))
 
 
 def schedule(

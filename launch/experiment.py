@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import numbers
 import pathlib
 import sys
@@ -281,7 +282,9 @@ class Experiment(Run):
         return words.described(self)
 
     def _repr_html_(self) -> str:
-        return frames.html(self)
+        head, _, rest = repr(self).partition("\n")
+        body = f"<pre>{html.escape(rest)}</pre>" if rest else ""
+        return f"<b>{html.escape(head)}</b>{body}"
 
 
 def experiment(**given: Any) -> Experiment:
