@@ -231,7 +231,7 @@ class Experiment(Run):
 
         Of a stage with an exit it is the exit's. The model is that of `client_model`.
         """
-        return inside.embeddings(self, client_id, stage, split, seed, point)
+        return inside.embeddings(self, stage, client_id, split, seed, point)
 
     def save_model(
         self,
