@@ -45,13 +45,11 @@ class Answers(NamedTuple):
 
 def _by_owner(values: Any, owner: jax.Array, zeros: Any) -> Any:
     """Leaves [U, ...] summed by owner int32[U] into leaves like `zeros`, [K, ...]."""
-    return jax.tree.map(
-        lambda total, x: jax.ops.segment_sum(
-            x.astype(total.dtype), owner, total.shape[0]
-        ),
-        zeros,
-        values,
-    )
+
+    def summed(zero: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(x.astype(zero.dtype), owner, len(zero))
+
+    return jax.tree.map(summed, zeros, values)
 
 
 @dataclasses.dataclass(frozen=True)
