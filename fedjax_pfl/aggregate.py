@@ -50,11 +50,7 @@ def weighted_mean(rows: Any, weight: Any) -> Any:
         highest = jax.lax.Precision.HIGHEST
         return jnp.tensordot(weight, safe, 1, precision=highest).astype(leaf.dtype)
 
-    return jax.tree.map(
-        lambda weight, part: jax.tree.map(lambda leaf: average(weight, leaf), part),
-        weight,
-        rows,
-    )
+    return jax.tree.map(average, jax.tree.broadcast(weight, rows), rows)
 
 
 def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
