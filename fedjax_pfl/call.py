@@ -266,8 +266,7 @@ def _split_metrics(
         own = {name: counts[name] for name in ("own", "trained") if name in counts}
 
         def masked(leaf: np.ndarray) -> np.ndarray:
-            mask = which.reshape(-1, *[1] * (leaf.ndim - 1))
-            return np.where(mask, leaf, np.zeros((), leaf.dtype))
+            return np.where(stacked.column(which, leaf), leaf, np.zeros_like(leaf))
 
         own = jax.tree.map(masked, own)
         return own | {"known": counts["known"] & which}
