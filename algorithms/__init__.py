@@ -109,15 +109,11 @@ def variant(
             neither is, see `registry.departure`.
         **defaults: Option -> default.
     """
-    fields = [
-        (
-            field.name,
-            field.type,
-            dataclasses.field(default=defaults[field.name], metadata=field.metadata),
-        )
-        for field in dataclasses.fields(base.HParams)
-        if field.name in defaults
-    ]
+    fields = []
+    for one in dataclasses.fields(base.HParams):
+        if one.name in defaults:
+            own = dataclasses.field(default=defaults[one.name], metadata=one.metadata)
+            fields.append((one.name, one.type, own))
     hparams = dataclasses.make_dataclass(
         "HParams", fields, bases=(base.HParams,), frozen=True
     )

@@ -111,16 +111,12 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         mix = mixed(row["own_weight"], row["own"].params, server.params)
         return fp.Variables(mix, row["own"].stats)
 
-    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        rows, server = state.clients, state.server
-        return (fp.Serving.each(model, rows, shared=server, build=build),)
-
     start = shapes.variables(model, task.example_shape)
     return averaging.make(
         hparams,
         task,
         client_update,
         own=first,
-        serving=serving,
+        build=build,
         opt_state=lambda fresh: fresh(joined(start, first(start)).params),
     )

@@ -148,8 +148,4 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         weight = jax.tree.map(jnp.ones_like, own)
         return {"own": own, "weight": weight, "has_learned": jnp.zeros((), bool)}
 
-    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        rows, server = state.clients, state.server
-        return (fp.Serving.each(model, rows, shared=server, build=mixed),)
-
-    return averaging.make(hparams, task, client_update, own=first_row, serving=serving)
+    return averaging.make(hparams, task, client_update, own=first_row, build=mixed)

@@ -74,9 +74,5 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         trained = fp.train(hparams, loss_fn, whole(server, client.own), client)
         return trained, rest.kept(trained.variables)
 
-    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        rows, server = state.clients, state.server
-        return (fp.Serving.each(model, rows, shared=server, build=whole),)
-
-    given = {"own": rest.kept, "sent": rest, "serving": serving}
+    given = {"own": rest.kept, "sent": rest, "build": whole}
     return averaging.make(hparams, task, client_update, **given)

@@ -103,10 +103,6 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         added = jax.tree.map(jnp.add, generic, own)
         return fp.Variables((*body, added), server.stats)
 
-    def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        rows, server = state.clients, state.server
-        return (fp.Serving.each(model, rows, shared=server, build=both_heads),)
-
     def adapt(client: fp.Client, start: fp.Variables, server: fp.Variables):
         """The personal head alone, of both heads as one."""
         is_head = tuple(stage == last for stage in range(last + 1))
@@ -121,7 +117,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         task,
         client_update,
         own=first_head,
-        serving=serving,
+        build=both_heads,
         adapt=adapt,
         opt_state=lambda fresh: fresh((*start.params, start.params[-1])),
     )

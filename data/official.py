@@ -20,11 +20,10 @@ KINDS = "fine", "coarse"  # of the labels of CIFAR-100
 LABELS = {"cifar10": ("labels",), "cifar100": ("coarse_labels", "fine_labels")}
 SVHN = "train_32x32.mat", "test_32x32.mat"
 _PIXELS = 3 * 32 * 32
-_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
 
 
 class Form(NamedTuple):
-    """An official form: its archive, the folder in it, and its files.
+    """An official form: its archive, the folder in it, and its files, the test's last.
 
     `read` maps the bytes of a file and the names of its labels to arrays by name: the
     labels, and `data` [N, 3072], whose rows hold a red, a green and a blue plane.
@@ -32,8 +31,7 @@ class Form(NamedTuple):
 
     archive: str
     folder: str
-    train: tuple[str, ...]
-    test: str
+    files: tuple[str, ...]
     read: Callable[[bytes, Sequence[str]], Mapping[Any, Any]]
 
 
@@ -125,39 +123,32 @@ def _of_mat(raw: bytes, names: Sequence[str]) -> Mapping[str, Any]:
     return scipy_io.loadmat(io.BytesIO(raw), variable_names=[*names, "data"])
 
 
-def _with_suffix(suffix: str) -> tuple[tuple[str, ...], str]:
-    return tuple(one + suffix for one in _BATCHES), f"test_batch{suffix}"
+# The forms of a data set: in the archive's name, the files' suffix, and what reads them
+_KINDS = (
+    ("binary", ".bin", _of_binary),
+    ("python", "", _of_pickle),
+    ("matlab", ".mat", _of_mat),
+)
 
 
+def _forms(name: str, folders: Sequence[str], *files: str) -> tuple[Form, ...]:
+    """A data set's forms, with the end of each one's folder; files have no suffix."""
+    return tuple(
+        Form(
+            f"{name}-{kind}.tar.gz",
+            f"{name}-{folder}",
+            tuple(one + suffix for one in files),
+            read,
+        )
+        for folder, (kind, suffix, read) in zip(folders, _KINDS, strict=True)
+    )
+
+
+_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+_OF_CIFAR10 = ("batches-bin", "batches-py", "batches-mat")
 FORMS = {
-    "cifar10": (
-        Form(
-            *("cifar-10-binary.tar.gz", "cifar-10-batches-bin"),
-            *(*_with_suffix(".bin"), _of_binary),
-        ),
-        Form(
-            *("cifar-10-python.tar.gz", "cifar-10-batches-py"),
-            *(*_with_suffix(""), _of_pickle),
-        ),
-        Form(
-            *("cifar-10-matlab.tar.gz", "cifar-10-batches-mat"),
-            *(*_with_suffix(".mat"), _of_mat),
-        ),
-    ),
-    "cifar100": (
-        Form(
-            *("cifar-100-binary.tar.gz", "cifar-100-binary"),
-            *(("train.bin",), "test.bin", _of_binary),
-        ),
-        Form(
-            *("cifar-100-python.tar.gz", "cifar-100-python"),
-            *(("train",), "test", _of_pickle),
-        ),
-        Form(
-            *("cifar-100-matlab.tar.gz", "cifar-100-matlab"),
-            *(("train.mat",), "test.mat", _of_mat),
-        ),
-    ),
+    "cifar10": _forms("cifar-10", _OF_CIFAR10, *_BATCHES, "test_batch"),
+    "cifar100": _forms("cifar-100", ("binary", "python", "matlab"), "train", "test"),
 }
 
 
@@ -194,7 +185,7 @@ def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
         label = LABELS[name][0 if kind else -1]
         for form in FORMS[name]:
             for place in (folder / form.folder, folder, folder / form.archive):
-                if any((place / one).is_file() for one in (*form.train, form.test)):
+                if any((place / one).is_file() for one in form.files):
                     return _joined(place, form, _unpacked(place, form), name, label)
             if place.is_file():
                 return _joined(place, form, _packed(place, form), name, label)
@@ -202,7 +193,7 @@ def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
 
 
 def _unpacked(folder: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
-    for name in (*form.train, form.test):
+    for name in form.files:
         if not (folder / name).is_file():
             raise ValueError(f"it has no {name}")
         yield name, (folder / name).read_bytes()
@@ -214,7 +205,7 @@ def _packed(archive: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
         with tarfile.open(fileobj=whole, mode="r|") as members:
             for one in members:
                 name = pathlib.PurePosixPath(one.name).name
-                if one.isfile() and name in (*form.train, form.test):
+                if one.isfile() and name in form.files:
                     memory.check(one.size, f"the {one.size} bytes of {name}")
                     yield name, members.extractfile(one).read()
         while whole.read(1 << 20):
@@ -234,17 +225,18 @@ def _joined(
         for at, raw in contents:
             parts[at] = _part(form.read(raw, LABELS[name]), label)
             at = place
-        if missing := [one for one in (*form.train, form.test) if one not in parts]:
+        if missing := [one for one in form.files if one not in parts]:
             raise ValueError(f"it has no {missing[0]}")
     except Exception as error:  # damaged bytes raise various errors
         where = place if at is place else place / at
         raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
-    image, number = zip(*(parts[one] for one in form.train), strict=True)
+    *train, test = form.files
+    image, number = zip(*(parts[one] for one in train), strict=True)
     return {
-        f"{place}: {form.train[0]}": np.concatenate(image),
+        f"{place}: {train[0]}": np.concatenate(image),
         f"its {label}": np.concatenate(number),
-        f"{place}: {form.test}": parts[form.test][0],
-        f"{label} of it": parts[form.test][1],
+        f"{place}: {test}": parts[test][0],
+        f"{label} of it": parts[test][1],
     }
 
 

@@ -159,7 +159,11 @@ class Planner:
             )
         if who is not None and who.round_seconds < np.inf:
             for seed in self._seeds:
-                self._check_deadline(seed)
+                if not any(len(self._in_time(seed, n)) for n in range(SEEN_ROUNDS)):
+                    raise ValueError(
+                        f"--round_seconds={who.round_seconds:g}: no client does a "
+                        "local step and sends its messages in this time; raise it"
+                    )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""
@@ -456,14 +460,6 @@ class Planner:
         owned = self.owned(seed_index, candidates)
         steps = self._who.in_time(self._specs, owned, seed_index, candidates, level)
         return candidates[np.all([*steps, level > 0], axis=0)]
-
-    def _check_deadline(self, seed: int) -> None:
-        """Refuses a deadline that no client meets in the first rounds."""
-        if not any(len(self._in_time(seed, round)) for round in range(SEEN_ROUNDS)):
-            raise ValueError(
-                f"--round_seconds={self._who.round_seconds:g}: no client does a local "
-                "step and sends its messages in this time; raise it"
-            )
 
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray

@@ -139,14 +139,8 @@ def load_wikitext2(data_dir: str, length: int, owners: str) -> dataset.Dataset:
     The vocabulary is that of the train file and one word for unknown ones. Raises
     ValueError if the files are missing or damaged.
     """
-    train, test = (
-        [
-            word
-            for line in text.split("\n")[:-1]
-            for word in [*line.split(), END_OF_LINE]
-        ]
-        for text in _wikitext_files(data_dir)
-    )
+    files = _wikitext_files(data_dir)
+    train, test = (one.replace("\n", f" {END_OF_LINE} ").split() for one in files)
     number = _numbered(Counter(train).most_common())
     # The text marks rare words as <unk>, but has no mark for unseen ones.
     unknown = len(number)

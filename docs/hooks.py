@@ -153,21 +153,10 @@ def _table(options: Iterable[tuple[dataclasses.Field, str]]) -> str:
     return "\n".join(['<div class="options" markdown>', "", *lines, "", "</div>"])
 
 
-def own_options(name: str) -> list[str]:
-    """The options that a method adds to those of every training."""
-    return registry.groups_of(name).get(name, [])
-
-
 def differing(name: str) -> list[str]:
     """The options whose defaults a variant has of its own."""
-    mine, theirs = (
-        {
-            f.name: f.default
-            for f in dataclasses.fields(algorithms.ALGORITHMS[n].HParams)
-        }
-        for n in (name, base(name))
-    )
-    return [one for one, default in mine.items() if default != theirs[one]]
+    mine, theirs = map(registry.fields_of, (name, base(name)))
+    return [n for n, one in mine.items() if one.default != theirs[n].default]
 
 
 def traffic(name: str) -> str:
@@ -335,17 +324,16 @@ def method_page(name: str) -> str:
         f"python -m launch.main --algo={name} --help    # every option\n```",
         f"Rules that hold by default: `--preset={entry.preset}`, see "
         f"[presets](../algorithms.md#presets). Code: `{file}.py`.",
+        traffic(name),
     ]
-    parts.append(traffic(name))
     groups = registry.groups_of(name)
     for heading, names in (
-        ("Options of its own", own_options(name)),
+        ("Options of its own", groups.get(name, [])),
         ("Options of its training", groups.get("training", [])),
     ):
         if names:
             parts += [f"## {heading}", option_table(name, names)]
-    rows = list(results(title))
-    if rows:
+    if rows := list(results(title)):
         parts += ["## In our results", "\n".join(rows)]
     entries = "\n\n".join([*papers(name), this_project()])
     parts += ["## Cite", f"```bibtex\n{entries}\n```"]

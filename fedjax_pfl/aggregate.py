@@ -50,11 +50,7 @@ def weighted_mean(rows: Any, weight: Any) -> Any:
         highest = jax.lax.Precision.HIGHEST
         return jnp.tensordot(weight, safe, 1, precision=highest).astype(leaf.dtype)
 
-    return jax.tree.map(
-        lambda weight, part: jax.tree.map(lambda leaf: average(weight, leaf), part),
-        weight,
-        rows,
-    )
+    return jax.tree.map(average, jax.tree.broadcast(weight, rows), rows)
 
 
 def masked_weights(weight: jax.Array, mask: Any) -> tuple[Any, Any]:
@@ -88,14 +84,6 @@ def masked_mean(rows: Any, weight: jax.Array, mask: Any, fallback: Any) -> Any:
     """
     share, is_held = masked_weights(weight, mask)
     return boundary.select(is_held, weighted_mean(rows, share), fallback)
-
-
-def stage_means(
-    copies: types.Variables, weight: jax.Array, held: jax.Array, old: types.Variables
-) -> types.Variables:
-    """The weighted mean of each stage over the rows that hold it; `held` bool[C, L]."""
-    mask = boundary.by_stage(held)
-    return masked_mean(copies, weight, types.Variables(mask, mask), old)
 
 
 def stage_weights(

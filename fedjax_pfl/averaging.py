@@ -39,6 +39,7 @@ def make(
     *,
     own: Callable[[types.Variables], Any] | None = None,
     sent: boundary.Division | None = None,
+    build: Callable[[types.Variables, Any], types.Variables] | None = None,
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     opt_state: Callable[..., Any] | None = None,
     adapt: Callable[..., each_client.Trained] | None = None,
@@ -56,8 +57,10 @@ def make(
         sent: What of the model travels and is averaged; None = all. The server's other
             parts stay as the first model has them. With `own` clients are meant to keep
             them, so that there is no model of the server alone.
-        serving, opt_state: As in `types.Algorithm`; without `serving` the server's
-            model serves all clients.
+        build: From the server's model and a client's private row to the model that
+            serves the client; None = `serving`.
+        serving, opt_state: As in `types.Algorithm`; without `build` and `serving` the
+            server's model serves all clients.
         adapt: As in `types.Algorithm`, with the server's model as `shared`.
 
     Examples:
@@ -109,7 +112,10 @@ def make(
         return state.server if tx is None else state.server["model"]
 
     def served(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        return serving(state.replace(server=model_of(state)), cohort, data)
+        server = model_of(state)
+        if build is None:
+            return serving(state.replace(server=server), cohort, data)
+        return (types.Serving.each(model, state.clients, shared=server, build=build),)
 
     def adapted(client: each_client.Client, start: types.Variables, server: Any):
         return adapt(client, start, server if tx is None else server["model"])
@@ -124,7 +130,7 @@ def make(
         init=init,
         round=round,
         server=(lambda s, _: {"global": (model, model_of(s))}) if has_whole else None,
-        serving=served if serving and tx is not None else serving,
+        serving=served if build or (serving and tx is not None) else serving,
         opt_state=opt_state,
         adapt=adapt and adapted,
     )

@@ -88,12 +88,7 @@ def select(mask: Any, new: Any, old: Any) -> Any:
         >>> [stage.tolist() for stage in select(mask, new, old)]
         [[1.0, 1.0], [0.0]]
     """
-    return jax.tree.map(
-        lambda m, n, o: jax.tree.map(lambda a, b: jnp.where(m, a, b), n, o),
-        mask,
-        new,
-        old,
-    )
+    return jax.tree.map(jnp.where, jax.tree.broadcast(mask, new), new, old)
 
 
 class Division(NamedTuple):
@@ -138,10 +133,7 @@ def divided(
     like = shapes.variables(model, example_shape)
     if not isinstance(is_sent, types.Variables):
         is_sent = types.Variables(tuple(is_sent), tuple(is_sent))
-    every = jax.tree.map(
-        lambda one, part: jax.tree.map(lambda _: one, part), is_sent, like
-    )
-    return Division(like, tuple(jax.tree.leaves(every)))
+    return Division(like, tuple(jax.tree.leaves(jax.tree.broadcast(is_sent, like))))
 
 
 def splice(
@@ -267,7 +259,11 @@ def middle(
     """Like `first_personal`, with parameters on both sides, else a ValueError."""
     cut, names = first_personal(name, model, example_shape, flag), model.stage_names
     params, _ = shapes.variables(model, example_shape)
-    fit = [at for at in range(len(names)) if _cuts(params, at)]
+    fit = [
+        at
+        for at in range(len(names))
+        if all(map(jax.tree.leaves, (params[:at], params[at:])))
+    ]
     if cut not in fit:
         later = ", ".join(names[at] for at in fit)
         has_lower = bool(jax.tree.leaves(params[:cut]))
@@ -277,11 +273,6 @@ def middle(
             f"{f'one of {later}' if later else SEVERAL_STAGES}"
         )
     return cut
-
-
-def _cuts(params: types.Params, at: int) -> bool:
-    """Whether there are parameters before stage `at`, and from it on."""
-    return all(map(jax.tree.leaves, (params[:at], params[at:])))
 
 
 def schedule(

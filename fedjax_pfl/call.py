@@ -253,7 +253,7 @@ def _split_metrics(
     union: int,
     unseen: np.ndarray,
 ) -> scores.Metrics:
-    """`Score.metrics` of the clients that may train, and the means of the others.
+    """`Classes.metrics` of the clients that may train, and the means of the others.
 
     The mean over `unseen` bool[K] has the name of that over the others with `unseen` in
     the place of `client`. Models of the server are measured on the rows of both.
@@ -266,8 +266,7 @@ def _split_metrics(
         own = {name: counts[name] for name in ("own", "trained") if name in counts}
 
         def masked(leaf: np.ndarray) -> np.ndarray:
-            mask = which.reshape(-1, *[1] * (leaf.ndim - 1))
-            return np.where(mask, leaf, np.zeros((), leaf.dtype))
+            return np.where(stacked.column(which, leaf), leaf, np.zeros_like(leaf))
 
         own = jax.tree.map(masked, own)
         return own | {"known": counts["known"] & which}

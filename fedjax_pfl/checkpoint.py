@@ -241,21 +241,14 @@ def _manifest(path: pathlib.Path) -> dict:
     return manifest
 
 
-def _read_manifest(path: pathlib.Path) -> dict:
-    """The manifest of a checkpoint, after checking that all its files are intact."""
-    manifest = _manifest(path)
-    present = _file_digests(path)
+def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any, dict]:
+    """(rounds done, state, host) of one checkpoint, all of whose files are intact."""
+    manifest, present = _manifest(path), _file_digests(path)
     for name, expected in manifest["files"].items():
         if name not in present:
             raise ValueError(f"{path / name} is missing")
         if present[name] != expected:
             raise ValueError(f"{path / name} is damaged (its SHA-256 differs)")
-    return manifest
-
-
-def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any, dict]:
-    """(rounds done, state, host) of one checkpoint."""
-    manifest = _read_manifest(path)
     found = manifest["arrays"]
     fits = (one for one in templates if list(_shapes(one)) == list(found))
     template = next(fits, templates[0])

@@ -267,24 +267,6 @@ class Round(NamedTuple):
         return state.after(clients=clients, **changed)
 
 
-def update_by_architecture(
-    fn: Callable[..., Any],
-    task: types.Task,
-    state: types.RoundState,
-    cohort: types.Cohort,
-    data: types.Data,
-    **given: Any,
-) -> tuple[Any, ...]:
-    """An older form of `Round.update`, for `fn(client, shared, model=)`."""
-
-    def one(client: Client, shared: Any) -> Any:
-        return fn(client, shared, model=client.model)
-
-    here = Round(task, state, cohort, data, by_architecture=True)
-    *out, here = here.update(one, **given)
-    return *out, here.state
-
-
 def _clients(
     task: types.Task, cohort: types.Cohort, own: Any, opt_state: Any, plan: Any
 ) -> Client:

@@ -116,7 +116,7 @@ def of_shared(
         cohort: The next round's clients, without plans.
 
     Returns:
-        `server` and `server_loss` {name: sums of the union}, see `Score.of_union`;
+        `server` and `server_loss` {name: sums of the union}, see `Classes.of_union`;
         `differ` {name: int32[]}, the rows on which exits disagree, of models with
         exits; `measured`, the measures of the first server's model (these four are
         absent without a server); `train` (sums of that model on the clients' train
@@ -479,7 +479,7 @@ def joined(
     num_clients: int,
     has_trained: bool = False,
 ) -> dict[str, Any]:
-    """Combines the results of both programs for one variant, for `Score.metrics`.
+    """Combines the results of both programs for one variant, for `Classes.metrics`.
 
     Args:
         shared: The result of `of_shared`, as numpy.

@@ -60,6 +60,12 @@ class Custom:
     def __str__(self) -> str:
         return self.name
 
+    def step(self, learning_rate: Any, grads: Any, params: Any) -> Any:
+        """Its first state, and (updates, state) of its first step."""
+        tx = self.make(learning_rate)
+        state = tx.init(params)
+        return state, tx.update(grads, state, params)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Constant:
@@ -264,13 +270,8 @@ PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float
 
 def fingerprint(given: Custom) -> str:
     """A text that changes with the computation of a custom optimizer."""
-
-    def step(learning_rate: Any, grads: Any, params: Any) -> Any:
-        tx = given.make(learning_rate)
-        state = tx.init(params)
-        return state, tx.update(grads, state, params)
-
-    traced = jax.make_jaxpr(step)(0.1, PROBE, PROBE)
+    # A new function, since jax would not trace the same one again.
+    traced = jax.make_jaxpr(lambda *args: given.step(*args))(0.1, PROBE, PROBE)
     digest = hashlib.sha256()
     for constant in traced.consts:
         digest.update(np.ascontiguousarray(constant).data)
@@ -365,12 +366,7 @@ def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
     """The mask of a state: moments follow parameters, counts move with any of them."""
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
-
-    def spread(mask: jax.Array, part: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(mask, leaf.shape), part)
-
-    entries = jax.tree.map(spread, mask, params)
-    moves = any_of(mask)
+    entries, moves = _entries(mask, params), any_of(mask)
     return optax.tree_utils.tree_map_params(
         tx, lambda _, entry: entry, state, entries, transform_non_params=lambda _: moves
     )
@@ -382,12 +378,8 @@ def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
     Some parameters may have no moments there (`optax.masked`), and a leaf of another
     shape than its parameter is a count.
     """
-    entries = boundary.select(
-        jax.tree.map(lambda m: jnp.asarray(m), mask),
-        jax.tree.map(lambda leaf: jnp.ones(leaf.shape, bool), params),
-        jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, bool), params),
-    )
-    by_path = dict(jax.tree_util.tree_flatten_with_path(entries)[0])
+    entries = jax.tree_util.tree_flatten_with_path(_entries(mask, params))[0]
+    by_path = dict(entries)
     moves = any_of(mask)
 
     def of(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
@@ -396,6 +388,12 @@ def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
         return found if found.shape == leaf.shape else moves
 
     return jax.tree_util.tree_map_with_path(of, state)
+
+
+def _entries(mask: Any, params: Any) -> Any:
+    """A mask with an entry for each parameter, bool leaves in the shapes of these."""
+    whole = jax.tree.broadcast(mask, params)
+    return jax.tree.map(lambda m, x: jnp.broadcast_to(m, x.shape), whole, params)
 
 
 def any_of(mask: Any) -> jax.Array:

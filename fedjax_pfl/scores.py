@@ -2,13 +2,14 @@
 
 A `Score` is one of two kinds, `Classes` for labels and `Words` for texts. It defines
 the answers of a model on a row, their sums over a batch, over a client's rows and over
-the union of all test rows, and the metrics of these sums. The device counts correct
-answers as integers and sums the cross-entropy in float32. The host divides in float64.
+the union of all test rows, and the metrics of these sums. It is hashable, and part of a
+program. The device counts correct answers as integers and sums the cross-entropy in
+float32. The host divides in float64.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,62 +43,13 @@ class Answers(NamedTuple):
     logits: Any = ()
 
 
-class Score(Protocol):
-    """A kind of evaluation. Its instances are hashable, and part of a program.
-
-    `measures` are further measures, and `without_measures` is the same without them.
-    """
-
-    measures: tuple[measures_lib.Measure, ...]
-    without_measures: "Score"
-
-    def answers(
-        self,
-        outputs: tuple[jax.Array, ...],
-        label: jax.Array,
-        is_chosen: jax.Array | None,
-        is_real: jax.Array,
-    ) -> Answers:
-        """The answers of J outputs [B, ...] on rows, of which `is_real` bool[B].
-
-        `is_chosen` bool[B, T] are the positions of a text that a model had to guess.
-        """
-
-    def of_batch(self, found: Answers, first: jax.Array) -> Any:
-        """Sums over a batch; `first` is its first row's place among a client's."""
-
-    def of_each(self, found: Answers, rows: types.ClientRows, owner: jax.Array) -> Any:
-        """Sums over each client's rows, leaves [K, ...], of a model that they share.
-
-        `found` are the answers on all U rows of the union. `rows` are those of each
-        client among these, and `owner` int32[U] is the client of each row, K = none.
-        """
-
-    def of_union(self, found: Answers) -> dict[str, jax.Array]:
-        """`server` and `server_loss` of the answers on all rows of the union."""
-
-    def measured(self, found: Answers) -> Any:
-        """The sums of the measures over all rows of the union, () without measures."""
-
-    def metrics(
-        self, counts: dict[str, Any], test_count: np.ndarray, union: int
-    ) -> Metrics:
-        """The metrics of one variant by name, and those of each client f64[K].
-
-        `counts` come from `evaluate.joined`. `test_count` int[K] are the test rows of
-        each client, and `union` is U, the rows in the union of all test rows.
-        """
-
-
 def _by_owner(values: Any, owner: jax.Array, zeros: Any) -> Any:
     """Leaves [U, ...] summed by owner int32[U] into leaves like `zeros`, [K, ...]."""
-    return jax.tree.map(
-        lambda total, x: jax.ops.segment_sum(
-            x.astype(total.dtype), owner, total.shape[0]
-        ),
-        zeros,
-        values,
-    )
+
+    def summed(zero: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(x.astype(zero.dtype), owner, len(zero))
+
+    return jax.tree.map(summed, zeros, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +65,7 @@ class Classes:
 
     @property
     def without_measures(self) -> "Classes":
-        """Correct answers and the cross-entropy alone."""
+        """The same without measures."""
         return Classes()
 
     def answers(
@@ -123,7 +75,11 @@ class Classes:
         is_chosen: jax.Array | None,
         is_real: jax.Array,
     ) -> Answers:
-        """Like `Score.answers`; `exits` is bool[B, J]."""
+        """The answers of J outputs [B, ...] on rows, of which `is_real` bool[B].
+
+        `is_chosen` bool[B, T] are the positions of a text that a model had to guess.
+        `exits` of the result is bool[B, J].
+        """
         served = outputs[-1]
         loss = optax.softmax_cross_entropy_with_integer_labels(served, label)
         loss = jnp.where(is_real, loss.astype(jnp.float32), 0)
@@ -139,6 +95,7 @@ class Classes:
         return {"right": jnp.zeros(shape, jnp.int32), "loss": jnp.zeros(shape)}
 
     def of_batch(self, found: Answers, first: jax.Array) -> dict[str, Any]:
+        """Sums over a batch; `first` is its first row's place among a client's."""
         total = jax.tree.map(
             lambda zero, x: x.sum(0, dtype=zero.dtype), self._zeros(), found.served
         )
@@ -151,6 +108,11 @@ class Classes:
     def of_each(
         self, found: Answers, rows: types.ClientRows, owner: jax.Array
     ) -> dict[str, Any]:
+        """Sums over each client's rows, leaves [K, ...], of a model that they share.
+
+        `found` are the answers on all U rows of the union. `rows` are those of each
+        client among these, and `owner` int32[U] is the client of each row, K = none.
+        """
         total = _by_owner(found.served, owner, self._zeros(rows.start.shape[0]))
         if self.measures:
 
@@ -165,23 +127,27 @@ class Classes:
         return total
 
     def of_union(self, found: Answers) -> dict[str, jax.Array]:
-        """Like `Score.of_union`; int32[J] and f32[]."""
+        """`server` int32[J] and `server_loss` f32[] of all rows of the union."""
         return {
             "server": found.exits.sum(0, dtype=jnp.int32),
             "server_loss": found.served["loss"].sum(),
         }
 
     def measured(self, found: Answers) -> Any:
+        """The sums of the measures over all rows of the union, () without measures."""
         batch = found.logits, found.label, found.is_real
         return measures_lib.of(self.measures, *batch, num_rows=len(found.label))
 
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
     ) -> Metrics:
-        """Like `Score.metrics`. Accuracies are fractions 0..1.
+        """The metrics of one variant by name, and the accuracies of each client f64[K].
 
-        A metric is absent where there is no model or no row for it, or where its value
-        is not finite. The accuracies of clients are nan without own test rows.
+        `counts` come from `evaluate.joined`. `test_count` int[K] are the test rows of
+        each client, and `union` is U, the rows in the union of all test rows.
+        Accuracies are fractions 0..1. A metric is absent where there is no model or no
+        row for it, or where its value is not finite. The accuracies of clients are nan
+        without own test rows.
         """
         out: dict[str, float] = {}
         for name, right in (counts.get("server", {}) if union else {}).items():
@@ -280,7 +246,7 @@ class Words:
         is_chosen: jax.Array | None,
         is_real: jax.Array,
     ) -> Answers:
-        """Like `Score.answers`; `exits` is f32[B, J, 4]."""
+        """Like `Classes.answers`; `exits` is f32[B, J, 4]."""
         sums = [_surprise(one, label, is_chosen) for one in outputs]
         sums = jnp.where(is_real[:, None], jnp.stack(sums), 0)
         differ = jnp.zeros_like(is_real)
@@ -295,7 +261,7 @@ class Words:
         return _by_owner(found.served, owner, jnp.zeros((rows.start.shape[0], 4)))
 
     def of_union(self, found: Answers) -> dict[str, jax.Array]:
-        """Like `Score.of_union`; f32[J, U, 4], which the host sums."""
+        """`server` f32[J, U, 4], which the host sums."""
         return {"server": found.exits.swapaxes(0, 1)}
 
     def measured(self, found: Answers) -> Any:
@@ -304,7 +270,7 @@ class Words:
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
     ) -> Metrics:
-        """Like `Score.metrics`, with perplexities of clients.
+        """Like `Classes.metrics`, with perplexities of clients.
 
         With the positions `chosen` these are the masked ones. They are nan without own
         test rows, or without a position to guess.
@@ -353,6 +319,9 @@ class Words:
         if not counts["known"].all() or tested.sum() < (test_count > 0).sum():
             out["clients_evaluated"] = int(tested.sum())
         return out, of_client
+
+
+Score = Classes | Words
 
 
 def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """Shapes and sizes of models, inferred without computing anything."""
 
+import functools
 import math
 from typing import Any
 
@@ -59,15 +60,9 @@ def stage_bytes(model: types.Model, example_shape: tuple[int, ...]) -> tuple[int
 
 def _outputs(model: types.Model, example_shape: tuple[int, ...], stops: Any) -> list:
     """The outputs of the stages below each of `stops` for one example."""
-    params, stats = variables(model, example_shape)
-    example = model.example(1, *example_shape)
+    given = *variables(model, example_shape), model.example(1, *example_shape)
     return [
-        jax.eval_shape(
-            lambda p, s, x, stop=stop: model.forward(p, s, x, stop=stop)[0],
-            params,
-            stats,
-            example,
-        )
+        jax.eval_shape(functools.partial(model.forward, stop=stop), *given)[0]
         for stop in stops
     ]
 

@@ -39,6 +39,8 @@ def load(path: Any, **given: Any) -> Any:
         >>> _ = made.run(progress=False)
         >>> load(folder.name).round
         1
+        >>> load(folder.name, rounds=2).run(progress=False)["rounds"]
+        2
         >>> folder.cleanup()
     """
     found: pathlib.Path = files.given(path, "load")

@@ -303,8 +303,7 @@ def _built(
     """Builds the experiments under one preset, all with the clients of the first."""
     made: dict[str, Experiment] = {}
     first = next(iter(runs))
-    shared, notes = _shared(runs, options)
-    of_rows = {name: dict(shared[name]) for name in runs}
+    of_rows, notes = _shared(runs, options)
     for name, own in runs.items():
         if folder := of_rows[name].get("workdir"):
             of_rows[name]["workdir"] = f"{folder}/{name}"

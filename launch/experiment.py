@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import html
 import numbers
 import pathlib
 import sys
@@ -230,7 +231,7 @@ class Experiment(Run):
 
         Of a stage with an exit it is the exit's. The model is that of `client_model`.
         """
-        return inside.embeddings(self, client_id, stage, split, seed, point)
+        return inside.embeddings(self, stage, client_id, split, seed, point)
 
     def save_model(
         self,
@@ -281,7 +282,9 @@ class Experiment(Run):
         return words.described(self)
 
     def _repr_html_(self) -> str:
-        return frames.html(self)
+        head, _, rest = repr(self).partition("\n")
+        body = f"<pre>{html.escape(rest)}</pre>" if rest else ""
+        return f"<b>{html.escape(head)}</b>{body}"
 
 
 def experiment(**given: Any) -> Experiment:
@@ -343,19 +346,6 @@ def load(path: Any, **given: Any) -> Experiment:
 
     Options that runs do not record (`export_partition`, `distributed`, `compile_cache`
     and others that act outside of the folder) are not taken from it.
-
-    Examples:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> made = experiment(
-        ...     algo="fedavg", model="mlp", num_clients=4, examples_per_client=10,
-        ...     rounds=1, workdir=folder.name)
-        >>> _ = made.run(progress=False)
-        >>> load(folder.name).round
-        1
-        >>> load(folder.name, rounds=2).run(progress=False)["rounds"]
-        2
-        >>> folder.cleanup()
 
     Args:
         path: The folder, as `--workdir` named it.

@@ -38,6 +38,11 @@ class Block(nn.Module):
     scaler: Any = 1.0
 
     @nn.nowrap
+    def conv(self, features, size, **options):
+        shared = {"initializer": self.initializer, "scaler": self.scaler}
+        return normed(features, size, **shared, **options)
+
+    @nn.nowrap
     def joined(self, h, out, mode):
         """Adds the block's input, through a 1x1 convolution if the shape changes."""
         features = out.shape[-1]
@@ -57,13 +62,8 @@ class Residual(Block):
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         mode = {"sample_mask": sample_mask, "train": train}
-        conv = functools.partial(
-            *(normed, self.features, 3),
-            initializer=self.initializer,
-            scaler=self.scaler,
-        )
-        first = conv(stride=self.stride, name="conv1")
-        second = conv(relu=False, name="conv2")
+        first = self.conv(self.features, 3, stride=self.stride, name="conv1")
+        second = self.conv(self.features, 3, relu=False, name="conv2")
         return self.joined(h, second(first(h, **mode), **mode), mode)
 
 
@@ -76,12 +76,9 @@ class Bottleneck(Block):
     @nn.compact
     def __call__(self, h, *, sample_mask=None, train=False):
         mode = {"sample_mask": sample_mask, "train": train}
-        conv = functools.partial(
-            normed, initializer=self.initializer, scaler=self.scaler
-        )
-        first = conv(self.features, 1, name="conv1")
-        second = conv(self.features, 3, stride=self.stride, name="conv2")
-        third = conv(EXPANSION * self.features, 1, relu=False, name="conv3")
+        first = self.conv(self.features, 1, name="conv1")
+        second = self.conv(self.features, 3, stride=self.stride, name="conv2")
+        third = self.conv(EXPANSION * self.features, 1, relu=False, name="conv3")
         out = third(second(first(h, **mode), **mode), **mode)
         return self.joined(h, out, mode)
 

@@ -172,7 +172,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         most = len(pool) // spec.min_examples
         options.check_at_most("num_clients", spec.num_clients, most, why)
     if spec.partition in pfllib.KINDS:
-        pool, gen = np.sort(pool), pfllib.generator(seed)
+        pool, gen = np.sort(pool), np.random.RandomState(seed)
     drawn = _draw(source, pool, spec, gen)
     if spec.partition == "natural":
         _check_owners(drawn.count, source, spec)

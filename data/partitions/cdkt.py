@@ -63,7 +63,6 @@ PROTOCOLS = {
         labels_per_user=30, stride=10, factor=(1, 5), addend=(5, 50), overlap=True
     ),
 }
-PAPER_LABELS = {"cifar10": 2, "cifar100": 20}
 
 
 def user_labels(protocol: Protocol, num_classes: int) -> np.ndarray:

@@ -16,11 +16,6 @@ MAX_TRIES = 200
 LEAST = 40
 
 
-def generator(seed: int) -> np.random.RandomState:
-    """numpy's legacy generator, whose stream no version of numpy changes."""
-    return np.random.RandomState(seed)
-
-
 def dirichlet(
     labels: np.ndarray,
     *,

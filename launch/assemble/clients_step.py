@@ -55,9 +55,8 @@ def _costs(
     if not isinstance(settings.hparams, levels.Levels) or task.num_levels == 1:
         # The level of a client is the number of its stages.
         most = max(len(model.stage_names) for model in task.client_models)
-        return np.tile(macs, most), np.full(
-            most, sum(one.num_bytes for one in messages)
-        )
+        total = sum(one.num_bytes for one in messages)
+        return np.tile(macs, most), np.full(most, total)
     model, top = task.client_model, task.num_levels
     down = np.array([one.num_bytes for one in messages if one.direction == "down"])
     if model.has_exits:
@@ -66,6 +65,5 @@ def _costs(
         return np.tile(by_level, (len(macs), 1)), 2 * np.cumsum(down)[:top]
     # A kind for each width, or as many of one kind as the level
     size = down if len(down) == top else down[0] * np.arange(1, top + 1)
-    return macs * size / shapes.tree_bytes(
-        shapes.variables(model, shape).params
-    ), 2 * size
+    params = shapes.variables(model, shape).params
+    return macs * size / shapes.tree_bytes(params), 2 * size

@@ -105,21 +105,10 @@ def of_others(
     out = {"eval_metrics": of_measures(settings.measures, classes)}
     tx = getattr(hparams, "client_optimizer", "")
     if isinstance(tx, optimizer.Custom):
-        out["client_optimizer"] = _of_optimizer(tx)
+        out["client_optimizer"] = _traced(tx.step, 0.1, *[optimizer.PROBE] * 2)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
         out["algo"] = hashed(hparams)
     return out
-
-
-def _of_optimizer(given: optimizer.Custom) -> str:
-    """Hashes the first state and one step of a custom optimizer."""
-
-    def step(learning_rate: Any, grads: Any, params: Any) -> Any:
-        tx = given.make(learning_rate)
-        state = tx.init(params)
-        return state, tx.update(grads, state, params)
-
-    return _traced(step, 0.1, optimizer.PROBE, optimizer.PROBE)
 
 
 def of_algorithm(

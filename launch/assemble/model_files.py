@@ -35,7 +35,7 @@ from flax import serialization, traverse_util
 
 import models
 from data import dataset, files, labels
-from fedjax_pfl import checkpoint, shapes, types
+from fedjax_pfl import checkpoint, shapes, types, widths
 from fedjax_pfl import teacher as teacher_lib
 from launch.assemble import fit
 
@@ -533,12 +533,8 @@ def _from(saved: types.Variables, model: types.Model) -> types.Model:
     """Makes a model start from leading slices of saved variables."""
 
     def init(key: jax.Array, x: jax.Array) -> tuple[types.Params, types.Stats]:
-        like = types.Variables(*jax.eval_shape(model.init, key, x))
-        return jax.tree.map(
-            lambda s, leaf: jax.numpy.asarray(leaf)[tuple(map(slice, s.shape))],
-            tuple(like),
-            tuple(saved),
-        )
+        arrays = jax.tree.map(jax.numpy.asarray, tuple(saved))
+        return widths.narrowed(arrays, jax.eval_shape(model.init, key, x))
 
     at_width = None
     if model.at_width is not None:

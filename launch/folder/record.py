@@ -240,15 +240,6 @@ def has_clients(run: Record) -> bool:
     return bool(np.isfinite(run.clients[measured(run)]).any())
 
 
-def client_means(run: Record, name: str = "") -> np.ndarray:
-    """Averages an array of clients over the summary's rounds, nan = unknown; f64[S, K].
-
-    `name` is by default `measured`.
-    """
-    found = run.clients[name or measured(run)]
-    return np.ma.masked_invalid(found).mean(1).filled(np.nan)
-
-
 def of_clients(run: Record) -> np.ndarray:
     """Returns the values of clients that may train, accuracies in percent; f64[S, K].
 
@@ -290,6 +281,6 @@ def client_values(run: Record, metric: str) -> np.ndarray | None:
     name, of_unseen = names.get(metric, ("", False))
     if name not in run.clients:
         return None
-    means = client_means(run, name)
+    means = np.ma.masked_invalid(run.clients[name]).mean(1).filled(np.nan)
     unseen = run.clients.get(finished.UNSEEN, np.zeros(means.shape)).astype(bool)
     return np.where(unseen == of_unseen, means, np.nan)

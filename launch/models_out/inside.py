@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,7 +36,7 @@ def rows(run: Run, client_id: int, split: str, seed: int | None) -> np.ndarray:
 def _asked(
     run: Run, client_id: int, split: str, seed: int | None, point: Any
 ) -> tuple[client_model.ClientModel, np.ndarray, np.ndarray]:
-    """A client's model, its rows, and the examples of these."""
+    """A client's model, its rows, and the examples of these, where all below looks."""
     mine = rows(run, client_id, split, seed)
     if not len(mine):
         raise ValueError(f"client_id={client_id} has no rows of split={split}")
@@ -45,13 +44,7 @@ def _asked(
     return found, mine, np.asarray(run.data.image[mine])
 
 
-def predictions(
-    run: Run,
-    client_id: int,
-    split: str,
-    seed: int | None,
-    point: Mapping[str, float] | None,
-) -> pandas.DataFrame:
+def predictions(run: Run, *where: Any) -> pandas.DataFrame:
     """A line for each row: its number, label, answer, and the answer's probability."""
     import pandas
 
@@ -59,7 +52,7 @@ def predictions(
         raise ValueError(
             "predictions: a text has no labels; give predict(...) its rows"
         )
-    found, mine, images = _asked(run, client_id, split, seed, point)
+    found, mine, images = _asked(run, *where)
     p = found.predict(images)
     names = np.asarray(run.classes or range(p.shape[-1]))
     label, answer = np.asarray(run.data.label[mine]), p.argmax(-1)
@@ -74,7 +67,7 @@ def predictions(
 
 
 def confusion(run: Run, *where: Any) -> pandas.DataFrame:
-    """Numbers of rows by label (lines) and answer; arguments as in `predictions`."""
+    """Numbers of rows by label (lines) and answer."""
     import pandas
 
     found = predictions(run, *where)
@@ -83,16 +76,9 @@ def confusion(run: Run, *where: Any) -> pandas.DataFrame:
     return counts.reindex(index=names, columns=names, fill_value=0)
 
 
-def embeddings(
-    run: Run,
-    client_id: int,
-    stage: int | str,
-    split: str,
-    seed: int | None,
-    point: Mapping[str, float] | None,
-) -> np.ndarray:
+def embeddings(run: Run, stage: int | str, *where: Any) -> np.ndarray:
     """The output f32[n, ...] of a stage (its name or index) on a client's rows."""
-    found, _, images = _asked(run, client_id, split, seed, point)
+    found, _, images = _asked(run, *where)
     names = found.model.stage_names
     index = names.index(stage) if stage in names else stage
     if not isinstance(index, int) or not 0 <= index < len(names):

@@ -216,14 +216,17 @@ class Run:
         if not self.metrics or self.metrics[-1]["round"] < self.round:
             return False
         every = range(self.simulation.variants.count)
-        best = [self._best_round(index) for index in every]
-        return all(one is not None and self.round - one >= patience for one in best)
+        return all(self.round - self._best_round(one) >= patience for one in every)
 
-    def _best_round(self, index: int) -> int | None:
-        """The round of a variant that is the best so far, by `--summary`."""
+    def _best_round(self, index: int) -> int:
+        """The round of a variant that is the best so far, by `--summary`.
+
+        Without any, as after a divergence, the present one counts.
+        """
         # Each evaluation has a record of every variant, in order.
         records = self.metrics[index :: self.simulation.variants.count]
-        return summaries.best_round(records, self.config.summary)
+        best = summaries.best_round(records, self.config.summary)
+        return self.round if best is None else best
 
     def next_stop(self, every: int = 0) -> int:
         """The next round after which to evaluate or save; now if an evaluation is due.
@@ -269,7 +272,7 @@ class Run:
     def _slot(self, index: int) -> int | None:
         """The place of this round in a variant's `client_accuracies`, None = none."""
         if self.config.summary in summaries.CHOSEN_BY:
-            return 0 if self._best_round(index) in (None, self.round) else None
+            return 0 if self._best_round(index) == self.round else None
         return self.window.index(self.round) if self.round in self.window else None
 
     def extend(self, rounds: int) -> Self:
@@ -398,9 +401,7 @@ class Run:
         if self.history is not None:
             rounds, found = done, self.history.stacked
         elif self.config.summary in summaries.CHOSEN_BY:
-            # Without a best round the last one counts.
             best = [self._best_round(index) for index in range(count)]
-            best = [self.round if one is None else one for one in best]
             several = slice(0, min(len(done), 1))
             found = self.client_accuracies[:, several]
             return np.array([best])[several], np.moveaxis(found, 1, 0)
@@ -502,11 +503,9 @@ class Run:
     def best_rounds(self, point: int = 0) -> dict[int, tuple[int]]:
         """The best round of each seed by `--summary`, at a point of a sweep."""
         index = self.simulation.variants.index
-        found = [self._best_round(index(n, point)) for n in range(len(self.seeds))]
-        # Without any, as after a divergence, the last one counts.
         return {
-            seed: (self.round if one is None else one,)
-            for seed, one in zip(self.seeds, found, strict=True)
+            seed: (self._best_round(index(number, point)),)
+            for number, seed in enumerate(self.seeds)
         }
 
     def diverged(self, point: Mapping[str, float] | None = None) -> int | None:

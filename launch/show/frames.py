@@ -1,8 +1,7 @@
-"""Tables, pictures and HTML of runs for notebooks. pandas is imported when needed."""
+"""Tables and pictures of runs for notebooks. pandas is imported when needed."""
 
 from __future__ import annotations
 
-import html as html_lib
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -152,10 +151,3 @@ def beside(
         if values:
             frame[name] = frame.index.map(values)
     return frame
-
-
-def html(run: Run) -> str:
-    """An experiment as HTML: a line, and its results if there are any."""
-    head, *rest = repr(run).split("\n")
-    body = f"<pre>{html_lib.escape(chr(10).join(rest))}</pre>" if rest else ""
-    return f"<b>{html_lib.escape(head)}</b>{body}"

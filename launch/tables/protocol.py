@@ -379,7 +379,9 @@ class Study:
         """Runs a trial unless it is finished; returns whether it is finished now."""
         if self.is_finished(trial):
             return True
-        same = self._equal(trial)
+        equal = (one for _, one in self._trials() if one and one.key == trial.key)
+        others = (one for one in equal if one.name != trial.name)
+        same = next(filter(self.is_finished, others), None)
         begin = time.perf_counter()
         try:
             if same is not None:
@@ -398,14 +400,6 @@ class Study:
         seconds = round(time.perf_counter() - begin, 1)
         store.write(self._cell(trial), {"key": trial.key, "seconds": seconds})
         return True
-
-    def _equal(self, trial: trials.Trial) -> trials.Trial | None:
-        """A finished trial with the same options under another name."""
-        for name, one in self._trials():
-            if one and one.key == trial.key and name != trial.name:
-                if self.is_finished(one):
-                    return one
-        return None
 
     def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
         """Copies a finished run, unless another process computes it (`lock.Held`)."""

@@ -26,7 +26,7 @@ def rows(name):
     """{file without suffix: (data uint8 [N, 3072], labels by name)}."""
     gen, out = np.random.default_rng(0), {}
     form = official.FORMS[name][1]
-    for one in (*form.train, form.test):
+    for one in form.files:
         count = 3 + len(out)
         data = gen.integers(0, 256, (count, 3072), np.uint8)
         tops = {"labels": 10, "coarse_labels": 20, "fine_labels": 100}
@@ -54,7 +54,7 @@ def written(root, name, kind, is_packed=False, change=None):
     """Writes a form below `root`; `change` maps (file, bytes) to other bytes."""
     form = official.FORMS[name][kind]
     (root / form.folder).mkdir()
-    names = (*form.train, form.test)
+    names = form.files
     for place, one in zip(names, rows(name).values(), strict=True):
         raw = content(kind, *one)
         (root / form.folder / place).write_bytes(change(place, raw) if change else raw)

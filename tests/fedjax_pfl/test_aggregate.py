@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import aggregate, types
+from fedjax_pfl import aggregate, boundary, types
 from tests.fedjax_pfl import small
 
 with_and_without_jit = pytest.mark.parametrize("jit", [False, True])
@@ -129,7 +129,9 @@ def test_stage_means_fall_back_where_nobody_holds():
     copies = jax.tree.map(lambda *rows: jnp.stack(rows), stages(1), stages(3))
     held = jnp.array([[True, True, False], [True, False, False]])
     weight = jnp.array([0.75, 0.25])
-    mean = aggregate.stage_means(copies, weight, held, stages(-5))
+    mask = boundary.by_stage(held)
+    masks = types.Variables(mask, mask)
+    mean = aggregate.masked_mean(copies, weight, masks, stages(-5))
     assert [stage["w"].tolist() for stage in mean.params] == [
         [1.5] * 2,
         [1] * 2,

@@ -349,17 +349,16 @@ def test_each_architecture_runs_its_own_clients(fixed, problem):
     nothing = jnp.zeros(()), jnp.zeros((), jnp.int32)
     seen = []
 
-    def fn(client, shared, model):
-        seen.append(model.name)
+    def fn(client, shared):
+        seen.append(client.model.name)
         state = client.opt_state + 1
         one = each_client.Trained((), (), state, nothing, persists=True)
         return (one, client.own), jnp.stack([client.own, client.bound > 0]) * 1.0
 
     own = jnp.arange(8) + 1, jnp.arange(8) + 101
     given = {"own": own, "reduce": cohort.row_mask * 1.0}
-    out, total, after = each_client.update_by_architecture(
-        fn, how, state, cohort, data, **given
-    )
+    here = each_client.Round(how, state, cohort, data, by_architecture=True)
+    out, total, here = here.update(fn, **given)
     assert set(seen) == {"first", "second"}
     members = np.asarray(cohort.row_mask) & (group[cohort.client_id % 8] == 1)
     others = np.asarray(cohort.row_mask) & ~members
@@ -369,7 +368,7 @@ def test_each_architecture_runs_its_own_clients(fixed, problem):
         np.testing.assert_array_equal(out[number][1][mine], own[number][mine])
         found = np.arange(4.0) * scale
         found[np.asarray(slot)[mine]] += 1
-        np.testing.assert_array_equal(after.opt_state[number], found)
+        np.testing.assert_array_equal(here.state.opt_state[number], found)
 
 
 def test_fixed_steps_are_no_bound_to_ask_for(problem):

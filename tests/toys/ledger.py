@@ -56,7 +56,9 @@ def make(hparams, task):
         )
         weight = aggregate.cohort_weights("uniform", cohort, data)
         held = boundary.held(cohort.level, num_stages)
-        server = aggregate.stage_means(trained.variables, weight, held, state.server)
+        share, is_held = aggregate.stage_weights(weight, held)
+        mean = aggregate.weighted_mean(trained.variables, share)
+        server = boundary.select(is_held, mean, state.server)
         old = stacked.take(state.clients, cohort.row)
         new = jax.tree.map(
             lambda o, t, s: o + t - s, old, trained.params, state.server.params

@@ -49,7 +49,9 @@ def make(hparams, task):
         )
         weight = aggregate.cohort_weights("uniform", cohort, data)
         held = keep_mask(cohort.client_id, state.round)
-        server = aggregate.stage_means(trained.variables, weight, held, state.server)
+        share, is_held = aggregate.stage_weights(weight, held)
+        mean = aggregate.weighted_mean(trained.variables, share)
+        server = boundary.select(is_held, mean, state.server)
         state = state.after(cohort, trained.variables, server=server)
         return state, trained.metrics(cohort), {"stages up": 1}
 
