@@ -105,7 +105,7 @@ CASES = {
 SLOW = pytest.mark.slow
 
 
-SELDOM = "state", "uapdfl", "dispfl", "criticalfl", "fedmd", "fedproto"
+SELDOM = "state", "fedper", "uapdfl", "dispfl", "criticalfl", "fedmd", "fedproto"
 
 
 @pytest.mark.parametrize(
