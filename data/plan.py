@@ -175,16 +175,20 @@ class Planner:
         seed = self._seeds[seed_index]
         client, real, level = self._placed(seed_index, round)
         peers, peer_mask = self._draw_peers(seed, round, client, real)
-        is_shared_out = self._owners is not None and self.graph is not None
+        peer_id: np.ndarray | tuple = ()
+        if self._owners is not None and self.graph is not None:
+            # Like padding, a peer that is none has no row that could travel.
+            slot = np.where(peer_mask, self._slot[peers], self._padding)
+            peers, peer_id = slot.astype(np.int32), peers
         return types.Cohort(
             client_id=client,
             row=np.where(real, self._slot[np.where(real, client, 0)], self._padding),
             row_mask=real,
             level=level,
-            peers=self._slot[peers] if is_shared_out else peers,
+            peers=peers,
             peer_mask=peer_mask,
             plans={},
-            peer_id=peers if is_shared_out else (),
+            peer_id=peer_id,
         )
 
     def _placed(

@@ -723,7 +723,7 @@ def in_slots(
     return cohort.replace(
         row=row,
         row_mask=cohort.row_mask & (row < padding),
-        peers=np.where(is_here, table[peers], 0).astype(np.int32),
+        peers=table[peers],
         peer_mask=cohort.peer_mask & is_here,
         peer_id=cohort.peer_clients,
     )

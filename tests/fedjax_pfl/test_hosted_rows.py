@@ -113,8 +113,9 @@ def test_slots_are_places_among_the_residents(devices, expected):
     of = dict(zip([6, 1, 3, 8], expected, strict=True))
     if devices == 2:
         of = {6: 0, 8: 1, 1: 5, 3: 6}
-    assert found.row.tolist() == [of[6], max(5 * devices, NUM_CLIENTS), of[1]]
-    assert found.peers.tolist() == [[of[3], of[8]], [0, 0], [of[6], 0]]
+    none = max(5 * devices, NUM_CLIENTS)
+    assert found.row.tolist() == [of[6], none, of[1]]
+    assert found.peers.tolist() == [[of[3], of[8]], [none, none], [of[6], none]]
     assert found.client_id is clients and found.peer_id is peers
     np.testing.assert_array_equal(found.row_mask, mask)
     np.testing.assert_array_equal(found.peer_mask, peer_mask)
