@@ -49,9 +49,9 @@ def together(tmp_path, blobs):
     """Starts two processes of two devices each."""
     started = []
 
-    def run(*options):
+    def run(*options, **changed):
         address = f"localhost:{free_port()}"
-        flags = [f"--{name}={value}" for name, value in OPTIONS.items()]
+        flags = [f"--{name}={value}" for name, value in (OPTIONS | changed).items()]
         flags += [f"--dataset={blobs}", f"--workdir={tmp_path / 'run'}", *options]
         env = os.environ | {
             "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=4", "count=2"),
@@ -110,6 +110,21 @@ def test_two_processes_are_one_run(together, tmp_path, blobs):
     assert onward.round == done >= 4
     onward.run(progress=False)
     assert onward.round == done + 2
+
+
+@pytest.mark.slow
+def test_rows_of_peers_of_two_processes(together, tmp_path, blobs):
+    """Also rows that differ from the start, as masks do."""
+    options = OPTIONS | {"algo": "dispfl", "num_peers": 2, "rounds": 2}
+    for one in together(**options):
+        _, error = one.communicate(timeout=100)
+        assert one.returncode == 0, error
+    found = build.load(tmp_path / "run")
+    alone = build.experiment(dataset=blobs, **options)
+    alone.run(progress=False)
+    assert alone.task.execution.shares_rows
+    for one, other in zip(found.state.private, alone.state.private, strict=True):
+        chex.assert_trees_all_close(one, other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
