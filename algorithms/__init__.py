@@ -61,7 +61,8 @@ class Entry:
         text: Whether an example may be a row of tokens with a label at each position,
             as its losses are means of cross-entropies.
         shares_rows: Whether several devices may share out its private rows. It then
-            reads and writes them with `state.rows` and `state.after` alone, and masks
+            reads and writes them with `state.rows` and `state.after` alone (those of
+            peers with `rows.exchange.take`, as `aggregate.mix_peers` does), and masks
             of its `serving` have `task.num_rows` entries.
         fixed: Option -> value that makes a variant another method than its base.
     """

@@ -89,6 +89,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]
+    several = len(members) > 1
 
     def answer(client: fp.Client, public: jax.Array):
         """Logits on the public images, f32[>= A, Y]; probabilities for kl."""
@@ -154,7 +155,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         groups = zip(task.client_models, state.clients, members, strict=True)
         return tuple(
-            fp.Serving.each(model, rows["own"], client_id=ids)
+            fp.Serving.each(model, rows["own"], client_id=ids if several else None)
             for model, rows, ids in groups
         )
 

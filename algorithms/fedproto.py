@@ -131,7 +131,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         given = {"shared": state.server, "build": build}
-        groups = zip(served, state.clients, members, strict=True)
+        ids = members if len(models) > 1 else [None]
+        groups = zip(served, state.clients, ids, strict=True)
         return tuple(fp.Serving.each(m, x, client_id=i, **given) for m, x, i in groups)
 
     def adapt(client: fp.Client, start: fp.Variables, server: prototypes.Prototypes):

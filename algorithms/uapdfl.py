@@ -254,6 +254,6 @@ def _check(hparams: HParams, task: fp.Task) -> None:
         )
     if pairs and task.execution.shares_rows:
         raise ValueError(
-            f"--track_pairs={pairs} reads clients of several devices in every round; "
-            "take --client_state=replicated"
+            f"--track_pairs={pairs} reads the same clients in every round, which are "
+            "on several devices; take --client_state=replicated or --devices=1"
         )

@@ -24,6 +24,8 @@ SEEN_ROUNDS = 16
 # The most clients of a round that one device has follow from at most so many first
 # rounds and so many clients in them.
 OWNED_ROUNDS, OWNED_DRAWS = 1024, 1 << 20
+# With peers, whose draws take long. A later round may need more (`Rows.grow`).
+PEERS_ROUNDS = 4
 
 
 def orders(
@@ -278,6 +280,8 @@ class Planner:
         Their peers count too.
         """
         rounds = min(max(OWNED_DRAWS // self._clients_per_round, 64), OWNED_ROUNDS)
+        if self.graph is not None:
+            rounds = PEERS_ROUNDS
         return max(
             self._owners.fullest(self._needed(index, round))
             for index in range(len(self._seeds))
@@ -480,7 +484,7 @@ class Planner:
             if peers.min() < 0 or peers.max() >= self.num_clients:
                 raise ValueError(
                     f"PeerSpec.draw gave peers {peers.min()}..{peers.max()}; expected "
-                    f"slots 0..{self.num_clients - 1}"
+                    f"clients 0..{self.num_clients - 1}"
                 )
         return peers, mask
 

@@ -204,7 +204,8 @@ def make(
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
         here = each_client.Round(task, state, cohort, data)
         pulled = mixed(state, cohort, data)
-        (trained, row), here = here.update(update, own=(pulled.model, pulled.given))
+        own = exchange.tied((pulled.model, pulled.given))
+        (trained, row), here = here.update(update, own=own)
         state = here.after({"own": trained.variables, "private": row})
         return state, trained.metrics(cohort) | dict(pulled.metrics), dict(pulled.sent)
 

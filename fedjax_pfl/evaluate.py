@@ -218,20 +218,21 @@ def of_clients(
     def of(table: jax.Array, fill: Any) -> jax.Array:
         return jnp.take(table, ids, mode="fill", fill_value=fill)
 
+    cohort = exchange.everywhere(cohort)
+    served = algorithm.serving_groups(state, cohort, data, num_rows)
+    peers = _of_peers(algorithm, served)
+    every = ids, cohort, jnp.arange(num_rows)
+    ids, cohort, places = exchange.behind(every, peers)
     given = state, cohort, data
-    served = algorithm.serving_groups(*given, num_rows)
-    # What follows must not be under way together with the rows of peers.
-    peers = [g.own for g in served if algorithm.peers and not g.is_by_row]
-    ids = exchange.behind(ids, peers)
     start, count, is_sampled = of(test.start, 0), of(test.count, 0), of(is_sampled, 0)
     out: dict[str, Any] = {}
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
-        scored, client = jnp.arange(num_rows), ids
+        scored, client = places, ids
         if scoring.scored == "selected":
             client = jnp.where(cohort.row_mask, cohort.client_id, num_clients)
             slot_of = jnp.full(num_clients, num_rows, jnp.int32)
-            slot_of = slot_of.at[ids].set(jnp.arange(num_rows), mode="drop")
+            slot_of = slot_of.at[ids].set(places, mode="drop")
             scored = jnp.take(slot_of, client, mode="fill", fill_value=num_rows)
         hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
         scored = jnp.where(hit, scored, num_rows)
@@ -272,12 +273,26 @@ def of_clients(
                 lambda total, x, at=rows: total.at[at].add(x, mode="drop"), own, found
             )
             if scored.size:
-                entries = entry_of[scored]
+                rows = scored
+                if how.shares_rows and group.is_by_row:
+                    is_scored = (
+                        jnp.zeros(num_rows, bool).at[scored].set(True, mode="drop")
+                    )
+                    rows = _by_device(is_scored, how.num_devices, len(scored))
+                entries = entry_of[rows]
                 counts = jnp.where(entries < end, (test.row >= 0).sum(), 0)
-                where = entries, jnp.zeros_like(counts), counts
+                starts = exchange.behind(jnp.zeros_like(counts), peers)
+                where = entries, starts, counts
                 batch, rights = scoring.batch_size, scores.Classes()
-                found = _each_entry(group, *where, data, batch, how, rights)
-                cross += found["right"]
+                right = _each_entry(group, *where, data, batch, how, rights)["right"]
+                if rows is not scored:
+                    every = (
+                        jnp.zeros(num_rows, right.dtype)
+                        .at[rows]
+                        .set(right, mode="drop")
+                    )
+                    right = jnp.take(every, scored, mode="fill", fill_value=0)
+                cross += right
         return own, tuple(shared), known, cross
 
     own, shared, out["known"], cross = of_groups(served, score, scored)
@@ -330,7 +345,10 @@ def of_adapted(
     part, ids = data.partition, members.client_id
     num_clients, num_rows = part.test.start.shape[0], ids.shape[0]
     is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    cohort = exchange.everywhere(cohort)
     groups = algorithm.serving_groups(state, cohort, data, num_rows)
+    peers = _of_peers(algorithm, groups)
+    ids, members = exchange.behind((ids, members), peers)
     data = data.replace(partition=part.replace(train=part.adapting))
 
     def of(table: jax.Array, fill: Any) -> jax.Array:
@@ -340,7 +358,7 @@ def of_adapted(
     is_sampled = of(is_sampled, False)
     own, known = None, jnp.zeros(num_rows, bool)
     for group in groups:
-        number = _numbers(group, num_rows)
+        number = exchange.behind(_numbers(group, num_rows), peers)
         measured = (number > 0) & is_sampled
         known = known | measured
         entries = jnp.maximum(number - 1, 0)
@@ -355,6 +373,14 @@ def of_adapted(
         found = _each_entry(group, *where, data, batch, how, score, adaptation)
         own = found if own is None else jax.tree.map(jnp.add, own, found)
     return {"serving": (own, ()), "known": known}
+
+
+def _of_peers(algorithm: types.Algorithm, groups: tuple[types.Serving, ...]) -> Any:
+    """The models that clients have mixed from their peers', behind which all else is.
+
+    On a CPU nothing may be communicated while the rows of peers travel.
+    """
+    return [one.own for one in groups if algorithm.peers and not one.is_by_row]
 
 
 def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:

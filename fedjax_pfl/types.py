@@ -476,8 +476,8 @@ class WindowPlan:
 class PeerSpec(NamedTuple):
     """The peers that a decentralised algorithm asks for, for each client of a round.
 
-    Peers are slots of `RoundState.clients` from which a client pulls. They need not
-    take part in the round. A graph is directed, and a client may have no peer.
+    Peers are the clients from whose private rows a client pulls. They need not take
+    part in the round. A graph is directed, and a client may have no peer.
 
     Attributes:
         num_peers: Peers of each client, at most.
@@ -634,12 +634,10 @@ class Serving:
         build: Callable[[Any, Any], Variables] | None = None,
     ) -> Serving:
         """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K]."""
-        every = np.arange(jax.tree.leaves(own)[0].shape[0])
-        ids = every if client_id is None else client_id
-        # Also the members of a single group
-        is_by_row = isinstance(ids, np.ndarray) and np.array_equal(ids, every)
-        mask = jnp.ones(every.shape, bool) if mask is None else mask
-        return cls(own, shared, jnp.asarray(ids), mask, model, build, is_by_row)
+        count = jax.tree.leaves(own)[0].shape[0]
+        ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
+        mask = jnp.ones(count, bool) if mask is None else mask
+        return cls(own, shared, ids, mask, model, build, client_id is None)
 
     @classmethod
     def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Serving:

@@ -2,10 +2,10 @@
 
 Where rows are shared out (`rows.slots`), each client trains where the planner has dealt
 it, so that the devices end together. Its row comes from the device that has it, and the
-trained one goes back. Only rows of the cohort travel. GPUs and TPUs send each to the
-one device that wants it (`ragged_all_to_all`). CPUs have no such operation. Their
-devices send each other equally many places, as often as it takes, and what is at home
-already is not sent.
+trained one goes back. Only rows of the cohort and its peers travel. GPUs and TPUs send
+each to the one device that wants it (`ragged_all_to_all`). CPUs have no such operation.
+Their devices send each other equally many places, as often as it takes, and what is at
+home already is not sent.
 
 On a CPU these trips must not run beside another communication, since both may keep as
 many threads as there are. XLA waits where one depends on the other's result, and starts
@@ -152,8 +152,13 @@ def on_all(tree: Any) -> Any:
 def gathered(tree: Any) -> Any:
     """Leaves [C, ...], of which each device has a part, on all devices.
 
-    None of them is sent before all have arrived. They stay the same.
+    None of them is sent before all have arrived.
     """
+    return on_all(tied(tree))
+
+
+def tied(tree: Any) -> Any:
+    """The same leaves [C, ...], each of which XLA computes from all of them."""
     if not _makes_trips():
         return tree
 
@@ -170,7 +175,7 @@ def gathered(tree: Any) -> Any:
         return jax.tree.map(one, tree)
 
     mesh = execution.setting().owners
-    return on_all(over_devices.mapped(on_device, mesh, (_MINE,), _MINE)(tree))
+    return over_devices.mapped(on_device, mesh, (_MINE,), _MINE)(tree)
 
 
 def are_finite(tree: Any, row: jax.Array) -> jax.Array:

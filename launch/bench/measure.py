@@ -132,15 +132,17 @@ def _mixing(experiment: build.Experiment) -> float | None:
     def mixed(state, cohort, data):
         partition = jax.tree.map(lambda leaf: leaf[0], data.partition)
         state = jax.tree.map(lambda leaf: leaf[0], state)
-        served = algorithm.serving(state, cohort, data.replace(partition=partition))
-        return [one.own for one in served]
+        with execution.over_devices(experiment.task.execution):
+            given = state, cohort, data.replace(partition=partition)
+            return [one.own for one in algorithm.serving(*given)]
 
     taken = []
     for index in range(REPEATS + 1):
         cohort = experiment.planner.cohort(0, experiment.round + index)
         cohort = jax.device_put(cohort.replace(plans={}))
         begin = time.perf_counter()
-        jax.block_until_ready(mixed(experiment.state, cohort, experiment.data))
+        state = experiment.simulation.calls[0].state
+        jax.block_until_ready(mixed(state, cohort, experiment.data))
         taken.append(time.perf_counter() - begin)
     return _median(taken)
 

@@ -77,6 +77,7 @@ def assert_shared(four, num_gathers=0):
 # masks with which each client begins.
 CASES = {
     "pfedsd": {"algo": "pfedsd", "c_gen": True, "eval_sample": 13},
+    "selected": {"algo": "fedper", "c_gen": True, "eval_clients": "selected"},
     "fedper": {
         "algo": "fedper",
         "num_seeds": 2,
@@ -105,7 +106,7 @@ CASES = {
 SLOW = pytest.mark.slow
 
 
-SELDOM = "state", "fedper", "uapdfl", "dispfl", "criticalfl", "fedmd", "fedproto"
+SELDOM = "state", "selected", "fedper", "uapdfl", "dispfl", "criticalfl", "fedmd", "fedproto"
 
 
 @pytest.mark.parametrize(
