@@ -555,7 +555,7 @@ def test_a_graph_of_ones_own():
             assert mask.all()
             assert peers.tolist() == [(client + 1) % 7, (client - 1) % 7]
     outside = spec._replace(draw=lambda *args: (ring(*args)[0] + 1, ring(*args)[1]))
-    with pytest.raises(ValueError, match="peers 0..7; expected slots 0..6"):
+    with pytest.raises(ValueError, match="peers 0..7; expected clients 0..6"):
         make(7, peers=outside).drawn(0, 0)
 
 

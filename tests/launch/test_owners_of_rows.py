@@ -106,7 +106,8 @@ CASES = {
 SLOW = pytest.mark.slow
 
 
-SELDOM = "state", "selected", "fedper", "uapdfl", "dispfl", "criticalfl", "fedmd", "fedproto"
+SELDOM = "state", "selected", "fedper", "uapdfl", "dispfl", "criticalfl", "fedmd"
+SELDOM += ("fedproto",)
 
 
 @pytest.mark.parametrize(
