@@ -89,7 +89,6 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]
-    several = len(members) > 1
 
     def answer(client: fp.Client, public: jax.Array):
         """Logits on the public images, f32[>= A, Y]; probabilities for kl."""
@@ -153,11 +152,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return here.after(rows), here.metrics(trained), {"answers": 1, "consensus": 1}
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        groups = zip(task.client_models, state.clients, members, strict=True)
-        return tuple(
-            fp.Serving.each(model, rows["own"], client_id=ids if several else None)
-            for model, rows, ids in groups
-        )
+        ids = members if len(members) > 1 else [None]
+        groups = zip(task.client_models, state.clients, ids, strict=True)
+        return tuple(fp.Serving.each(m, x["own"], client_id=i) for m, x, i in groups)
 
     size = num_public * task.num_classes * traffic.FLOAT_BYTES
     return fp.Algorithm(

@@ -131,7 +131,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         given = {"shared": state.server, "build": build}
-        ids = members if len(models) > 1 else [None]
+        ids = members if len(members) > 1 else [None]
         groups = zip(served, state.clients, ids, strict=True)
         return tuple(fp.Serving.each(m, x, client_id=i, **given) for m, x, i in groups)
 

@@ -49,6 +49,11 @@ class Layout(NamedTuple):
         """int32[num_rows]: the client of each slot, K = none, where all have one."""
         return self.clients_of(np.arange(self.num_clients))
 
+    @property
+    def _clients_or_last(self) -> np.ndarray:
+        """int32[num_rows]: `clients`, with the last one in empty slots."""
+        return np.minimum(self.clients, self.num_clients - 1)
+
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """int32[n]: slots for clients int[n], consecutive on each device."""
         device, counts = self.device_of(ids), self.counts(ids)
@@ -83,7 +88,7 @@ class Layout(NamedTuple):
 
     def in_slots(self, rows: Any) -> Any:
         """Leaves [variants, K, ...] in the order of clients as [variants, num_rows]."""
-        client = np.minimum(self.clients, self.num_clients - 1)
+        client = self._clients_or_last
         return jax.tree.map(lambda leaf: np.asarray(leaf)[:, client], rows)
 
     def dealt(self, rows: Any, where: Any) -> Any:
@@ -91,7 +96,7 @@ class Layout(NamedTuple):
 
         Row k is that of client k, for all K clients. `where` has where each leaf is.
         """
-        client = np.minimum(self.clients, self.num_clients - 1)
+        client = self._clients_or_last
 
         def one(leaf: jax.Array, where: Any) -> jax.Array:
             # Leaf by leaf, as a device may get all rows for a moment.

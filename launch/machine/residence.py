@@ -115,7 +115,7 @@ def bytes_to_share(
     their number. Rows on the host count only as far as devices hold them. In `task`
     every device has all rows, and `data` has a partition of all seeds.
     """
-    if make(task).by_architecture and len(task.client_models) > 1:
+    if len(task.client_models) > 1:
         return 0
     # With more rows than clients, no other array has as many entries as there are rows.
     task = task._replace(num_residents=task.num_clients + 1)
