@@ -130,8 +130,10 @@ class Table:
         # Options of execution are not shown above the table.
         how = schema.names(schema.EXECUTION) - {"rounds"}
         self.execution = {key: given.pop(key) for key in how & given.keys()}
-        seed, num_seeds = given.pop("seed", 0), given.pop("num_seeds", 1)
-        self.seeds, self.given = {"seed": seed, "num_seeds": num_seeds}, given
+        # A sheet may say how many seeds its table has.
+        own = {"seed": 0, "num_seeds": 1} | self.sheet["common"]["options"]
+        self.seeds = {key: given.pop(key, own[key]) for key in ("seed", "num_seeds")}
+        self.given = given
         self.cells = cells.cells(
             self.sheet, self.dataset, asked.scenario, asked.row, given
         )

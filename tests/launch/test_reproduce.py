@@ -14,7 +14,7 @@ from launch import main, reproduce
 from launch.config import flags, resolve
 from launch.run import progress
 from launch.show import sheets, words
-from launch.tables import cells, paper
+from launch.tables import cells, here, paper
 
 pytestmark = pytest.mark.usefixtures("narrow")
 COMMON = {"rounds": 2, "model": "narrow", "num_clients": 4, "devices": 1}
@@ -80,6 +80,19 @@ def test_cells_run_once_and_are_kept(tiny, tmp_path, capsys):
     second = run(argv, capsys)
     assert "2 rounds, 1 seed(s)" not in second
     assert second.endswith(first[first.rindex("| Local") :])
+
+
+def test_a_sheet_says_how_many_seeds(written):
+    """Its own number is that of all cells, and --num_seeds another one."""
+    rows = {"FedAvg": row("fedavg")}
+    written(metrics=["global_accuracy"], rows=rows, values={"all": {}})
+    assert here.Table("tiny.one", {}, here.Options()).seeds["num_seeds"] == 1
+    common = {"options": COMMON | {"num_seeds": 3}}
+    written(metrics=["global_accuracy"], rows=rows, values={"all": {}}, common=common)
+    for given, expected in (({}, 3), ({"num_seeds": 2}, 2)):
+        table = here.Table("tiny.one", given, here.Options())
+        assert table.seeds == {"seed": 0, "num_seeds": expected}
+        assert table.folder(table.cells[0]).name == f"all-fedavg-seed0-{expected - 1}"
 
 
 @pytest.fixture
