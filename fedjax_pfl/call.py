@@ -90,6 +90,8 @@ class Call:
         pending: (metrics, messages, diverged, simulated seconds, work) of a call not
             yet accounted for.
         evaluated: What was dispatched to evaluate the present state, None = nothing.
+        launched: (results, the round after them, work) of rounds that were dispatched
+            and took the present state's memory, None = nothing. See `land`.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
@@ -103,6 +105,7 @@ class Call:
     round: int = 0
     pending: tuple[Any, jax.Array, jax.Array, Any, Work] | None = None
     evaluated: Any = None
+    launched: tuple[Any, int, Work] | None = None
     metrics: Metrics = dataclasses.field(default_factory=dict)
 
     @property
@@ -117,21 +120,23 @@ class Call:
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None
-        self.evaluated = None
+        self.evaluated = self.launched = None
         self.metrics = {
             name: (sums[self.rows], counts[self.rows])
             for name, (sums, counts) in metrics.items()
         }
 
-    def advance(
-        self, executable: Callable, args: tuple, until: int, work: Work
-    ) -> None:
-        """Runs up to round `until`. Its measurements are pending until `settle`."""
+    def launch(self, executable: Callable, args: tuple, until: int, work: Work) -> None:
+        """Dispatches rounds up to `until`; all else stays as it is until `land`."""
         # The call takes the old state's buffers: no function may be called before
         # the new state is stored, or an interrupt could lose both.
-        state, *measured = executable(*args)
+        self.launched = executable(*args), until, work
+
+    def land(self) -> None:
+        """Goes on to the launched rounds. What they measured pends until `settle`."""
+        (state, *measured), until, work = self.launched
         self.state, self.round, self.pending = state, until, (*measured, work)
-        self.evaluated = None
+        self.evaluated = self.launched = None
         execution.read_soon(measured)
 
     def settle(self, totals: Totals) -> None:

@@ -23,6 +23,8 @@ from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
 
 CALL_SECONDS = 10.0
+# Shorter calls are launched before the evaluation in front of them is read.
+LAUNCHED_SECONDS = 1.0
 # The names of every run's programs, see `Simulation.programs`
 PROGRAMS = "init", "rounds", "of_shared", "of_clients"
 
@@ -87,6 +89,8 @@ class Simulation:
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
         self._rounds_per_call, self._has_evaluated = 1, False
+        # Seconds of the last call's rounds, and since when the launched ones train.
+        self._round_seconds, self._free_since = CALL_SECONDS, 0.0
 
     @property
     def round(self) -> int:
@@ -213,20 +217,19 @@ class Simulation:
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
         end, is_planned = max(self.rounds, stop), False
         until = min(begin + self._rounds_per_call, stop, window.end)
+        if self.is_launched:
+            until = self.calls[0].launched[1]
         for index, call in enumerate(self.calls):
             # A call is ahead if an exception came between two of them.
             if call.round >= until:
                 continue
-            self.rows.before(call, window.rows)
-            first, count = call.round - window.first, until - call.round
-            args = self._round_args(call, window.cohorts[index], first, count)
-            executable, compiling = self._compiled(self.program.rounds, args)
-            self.compile_seconds += compiling
-            work = Work(*(one[first : first + count] for one in window.work[index]))
-            # What another call evaluates is no training.
-            jax.block_until_ready([one.evaluated for one in self.calls])
-            started = time.perf_counter()
-            call.advance(executable, args, until, work)
+            if call.launched is None:
+                self.rows.before(call, window.rows)
+                # What another call evaluates is no training.
+                jax.block_until_ready([one.evaluated for one in self.calls])
+                self._launch(index, window, until)
+            started = self._free_since
+            call.land()
             try:
                 if is_due(until) and self._evaluates_ahead:
                     call.evaluated = self._evaluated(call)
@@ -243,8 +246,50 @@ class Simulation:
         seconds = execution_lib.agreed(seconds)
         self.totals.seconds += seconds
         self._window = ahead or window
-        per_round = max(seconds, 1e-3) / (until - begin)
-        self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
+        self._round_seconds = max(seconds, 1e-3) / (until - begin)
+        self._rounds_per_call = max(1, int(CALL_SECONDS / self._round_seconds))
+
+    def launch(self, stop: int) -> None:
+        """Dispatches the next call of `advance`, not beyond round `stop`.
+
+        The devices continue while the host reads and records the present evaluation.
+        The present state is gone, and `round` is its round until `advance` has been
+        called. Nothing is launched where that is not possible or gains little.
+        """
+        window = self._window
+        if not self._launches or not window.first <= self.round < window.end:
+            return
+        until = min(self.round + self._rounds_per_call, stop, window.end)
+        if (until - self.round) * self._round_seconds <= LAUNCHED_SECONDS:
+            self._launch(0, window, until)
+
+    @property
+    def _launches(self) -> bool:
+        """Whether rounds can be dispatched beside an evaluation that is not read yet.
+
+        Several devices of a CPU may wait for one another for ever in two programs at
+        once, and several processes may not agree when to.
+        """
+        how, (call, *others) = self.execution, self.calls
+        alone = how.num_devices == 1 or how.platform != "cpu"
+        waits = call.evaluated is not None and not others and not self.rows.needs_start
+        return alone and waits and jax.process_count() == 1
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether `launch` has taken the state, and `advance` has to be called."""
+        return self.calls[0].launched is not None
+
+    def _launch(self, index: int, window: Window, until: int) -> None:
+        """Dispatches the rounds of a call up to `until`."""
+        call = self.calls[index]
+        first, count = call.round - window.first, until - call.round
+        args = self._round_args(call, window.cohorts[index], first, count)
+        executable, compiling = self._compiled(self.program.rounds, args)
+        self.compile_seconds += compiling
+        work = Work(*(one[first : first + count] for one in window.work[index]))
+        self._free_since = time.perf_counter()
+        call.launch(executable, args, until, work)
 
     def _current_window(self, round: int, stop: int) -> Window:
         """The window that holds the plans of `round`, made now if necessary."""
@@ -275,6 +320,8 @@ class Simulation:
             self.rows.after(call)
             shared, found = jax.device_get(call.evaluated or self._evaluated(call))
             call.evaluated = None
+            if call.launched is not None:
+                self._free_since = time.perf_counter()  # they begin now
             parts = call.partition.measured()
             what = self.program.algorithm, self.program.scoring.score
             measured = [

@@ -17,7 +17,8 @@ LINES = {
     "{samples_per_second:,.0f} samples/s, {step_efficiency:.0%} of the executed steps "
     "and {padding_efficiency:.0%} of the executed samples are real",
     "call_ms": "the host's milliseconds of {algo}, rounds nearly empty: a call "
-    "{call_ms:.2f}; with an evaluation {advance_ms:.2f}, and {read_ms:.2f} to read it",
+    "{call_ms:.2f}; with an evaluation {advance_ms:.2f}, then {launch_ms:.2f} until "
+    "the next rounds are dispatched, and {read_ms:.2f} to read it",
     "plan_ms": "milliseconds of planning a round, by its clients: {plan_ms}",
     "rows_ms": "processor milliseconds of a round by the home of "
     "what clients keep: {rows_ms}",

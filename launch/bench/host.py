@@ -36,18 +36,20 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     """Median milliseconds of a run whose rounds are nearly empty; `given` options win.
 
     A call is one of a round without an evaluation. With an evaluation every `EVERY`
-    rounds, `advance` runs the rounds and dispatches it, and `read` waits for it and
-    makes the record. `plan` is that of a round, by the clients in it (60 rows each, two
-    epochs), in windows as full as those of a run. `rows` are processor milliseconds of
-    a round in which clients keep their momentum, on the device and on the host, without
-    an evaluation. Raises ValueError for a target.
+    rounds, `advance` runs the rounds and dispatches it, `launch` dispatches the next
+    rounds behind it, and `read` waits for it and makes the record. `plan` is that of a
+    round, by the clients in it (60 rows each, two epochs), in windows as full as those
+    of a run. `rows` are processor milliseconds of a round in which clients keep their
+    momentum, on the device and on the host, without an evaluation. Raises ValueError
+    for a target.
     """
     if given.get("target"):
         raise ValueError(f"--target={given['target']}: --call runs on this machine")
     data = {"dataset": examples.draw(100, 4)}
     experiment = build.experiment(**TINY | data | given | {"rounds": 10**6})
     simulation = experiment.simulation
-    taken: dict[str, list[float]] = {"call": [], "advance": [], "read": []}
+    names = "call", "advance", "launch", "read"
+    taken: dict[str, list[float]] = {name: [] for name in names}
 
     def timed(name: str, act: Any, *args: Any) -> None:
         begin = time.perf_counter()
@@ -60,7 +62,11 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
         while not experiment.is_due(experiment.round):
             at = simulation.advance, experiment.next_stop(), experiment.is_due
             timed("advance", *at)
+        timed("launch", experiment.launch, 0, experiment.config.rounds)
         timed("read", experiment.measure)
+        while experiment.is_launched or not experiment.is_due(experiment.round):
+            simulation.advance(experiment.next_stop(), experiment.is_due)
+        experiment.measure()
     out: dict[str, Any] = {"algo": experiment.config.algo}
     out |= {f"{name}_ms": float(np.median(ms[3:])) for name, ms in taken.items()}
     out["plan_ms"] = {str(size): _planning(size) for size in COHORTS}

@@ -402,13 +402,17 @@ class Checkpoints(loop.Listener):
 
     def __init__(self, folder: Workdir):
         self._folder, self._time, self._is_saved = folder, time.monotonic(), True
-        self.every = folder.run.config.checkpoint_every
+        self.every, self._is_due = folder.run.config.checkpoint_every, False
+
+    def reads_state(self, run: Run) -> bool:
+        late = processes.of_first(time.monotonic() - self._time > SAVE_SECONDS)
+        every = self.every
+        self._is_due = (run.round > 0 and run.round % every == 0) if every else late
+        return self._is_due
 
     def on_call(self, run: Run, records: loop.Records) -> None:
         self._is_saved = False
-        every = self.every
-        is_due = processes.of_first(time.monotonic() - self._time > SAVE_SECONDS)
-        if (run.round > 0 and run.round % every == 0) if every else is_due:
+        if self._is_due:
             self._save()
 
     def on_done(self, run: Run) -> None:

@@ -4,7 +4,7 @@ Everything beside training and evaluation is done by listeners:
 
     on_start                    before the first call
         on_compile              around compilations
-        on_call                 after a call of about ten seconds, with its measurements
+        reads_state, on_call    after a call of about ten seconds, with its measurements
     on_done                     after the last call, also if a signal ended the run
     on_end                      at the end, also after an error
 """
@@ -36,6 +36,13 @@ class Listener:
         """A context that is entered while something is compiled."""
         return contextlib.nullcontext()
 
+    def reads_state(self, run: Run) -> bool:
+        """Asked once before `on_call`, whether this reads the state.
+
+        Otherwise the next rounds may be computing, which have taken its memory.
+        """
+        return False
+
     def on_call(self, run: Run, records: Records) -> None:
         """Called after a call; `records` are empty if no evaluation was due."""
 
@@ -56,6 +63,9 @@ class OnRecord(Listener):
                 f"on_record={limits.shown(act)}: expected a function of a record"
             )
         self.act = act
+
+    def reads_state(self, run: Run) -> bool:
+        return True  # the function may look at the models
 
     def on_call(self, run: Run, records: Records) -> None:
         for record in records if processes.is_first() else ():
@@ -80,18 +90,23 @@ def run(run: Run, listeners: Sequence[Listener], stop: Stop, until: int) -> None
     try:
         for one in listeners:
             one.on_start(run)
-        while not stop and (
-            (run.round < until and not run.is_over) or run.is_due(run.round)
+        while run.is_launched or (
+            not stop
+            and ((run.round < until and not run.is_over) or run.is_due(run.round))
         ):
             # A call is ended early by an evaluation or a checkpoint.
             run.simulation.advance(min(run.next_stop(every), until), run.is_due)
             stop.agree()
+            reads = [one.reads_state(run) for one in listeners]
+            if not stop and not any(reads):
+                run.launch(every, until)
             records = run.measure()
             for one in listeners:
                 one.on_call(run, records)
         for one in listeners:
             one.on_done(run)
     finally:
+        run.land()
         run.simulation.while_compiling = contextlib.nullcontext
         for one in listeners:
             one.on_end(run)

@@ -233,13 +233,34 @@ class Run:
 
         `every` is the number of rounds between checkpoints, 0 = any.
         """
-        if self.is_due(self.round):
-            return self.round
+        return self.round if self.is_due(self.round) else self._stop_after(every)
+
+    def _stop_after(self, every: int) -> int:
+        """`next_stop` once the present round has been evaluated."""
         now = self.round
         steps = [step for step in (self.config.eval_every, every) if step]
         wanted = [(now // step + 1) * step for step in steps]
         wanted += [later for later in self.window if later > now]
         return min(*wanted, self.config.rounds)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the next rounds are computing, and have taken the state's memory."""
+        return self.simulation.is_launched
+
+    def launch(self, every: int, until: int) -> None:
+        """Lets the devices continue, not beyond `until`, before `measure` is called.
+
+        `every` is that of `next_stop`. An evaluation may end a run with `early_stop`.
+        """
+        if self.round < until and not self.config.early_stop:
+            self.simulation.launch(min(self._stop_after(every), until))
+
+    def land(self) -> None:
+        """Makes the state whole again if an exception came after `launch`."""
+        if self.is_launched:
+            self.measure()
+            self.simulation.advance(self.round + 1)
 
     def measure(self) -> list[dict[str, Any]]:
         """Evaluates the state if that is due; returns the new entries of `metrics`."""

@@ -53,7 +53,9 @@ def test_bench_times_the_work_of_the_host(capsys, monkeypatch):
     *lines, last = capsys.readouterr().out.splitlines()
     out = json.loads(last)
     assert out["algo"] == "fedavg" and len(lines) >= 2
-    assert all(out[name] > 0 for name in ("call_ms", "advance_ms", "read_ms"))
+    assert all(
+        out[name] > 0 for name in ("call_ms", "advance_ms", "launch_ms", "read_ms")
+    )
     assert list(out["plan_ms"]) == ["10"]
     assert min(out["rows_ms"].values()) > 0
 

@@ -2,14 +2,15 @@
 
 import os
 import pathlib
+import signal
 import stat
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from fedjax_pfl import program
-from launch import main
+from fedjax_pfl import program, simulate
+from launch import build, main
 from launch.machine import devices
 from launch.run import progress
 from tests import conftest
@@ -57,6 +58,98 @@ def test_stops_are_evaluations_and_checkpoints(blobs, tmp_path, told):
     assert [rounds[0] for _, rounds in told if rounds] == [0, 3, 6, 7]
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert saved == ["round_00000006", "round_00000007"]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The rounds from which others were launched before a record was made."""
+    found, launch = [], simulate.Simulation.launch
+
+    def listed(self, stop):
+        launch(self, stop)
+        found.extend([self.round] if self.is_launched else [])
+
+    monkeypatch.setattr(simulate.Simulation, "launch", listed)
+    monkeypatch.setattr(simulate, "LAUNCHED_SECONDS", 60.0)
+    return found
+
+
+def small(dataset, **more):
+    """Evaluated after every second of nine rounds."""
+    given = {"rounds": 9, "eval_every": 2, "summary": "last"} | more
+    return build.experiment(dataset=dataset, algo="fedper", **conftest.SIX | given)
+
+
+def results(run):
+    """A run's records without seconds, its counters and the hash of its models."""
+    records = [one | {"seconds": 0} for one in run.metrics]
+    totals = run.totals.messages.tolist(), run.totals.samples
+    return (
+        records,
+        *totals,
+        run.client_accuracies[:, 0].tolist(),
+        run.simulation.digest(),
+    )
+
+
+@pytest.fixture(scope="module")
+def waited(blobs, narrow):
+    """`results` of a run that launches nothing before a record is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "LAUNCHED_SECONDS", -1.0)
+        one = small(blobs)
+        one.run(progress=False)
+    return results(one)
+
+
+def test_rounds_are_launched_before_a_record_is_made(blobs, tmp_path, waited, launched):
+    """But where something reads the state. Records, counters and bits are the same."""
+    one = small(blobs)
+    one.run(progress=False)
+    assert launched == [2, 4, 6, 8] and results(one) == waited
+    launched.clear()
+    kept = small(blobs, workdir=str(tmp_path / "run"), checkpoint_every=4)
+    kept.run(progress=False)
+    assert launched == [2, 6] and results(kept) == waited
+    launched.clear()
+    # Two seeds are two calls on a CPU, and validation may end a run after any record.
+    chosen = {"val_split": 0.5, "early_stop": 9, "summary": "best_validation"}
+    for more in ({"num_seeds": 2}, chosen):
+        small(blobs, **more).run(progress=False)
+    assert not launched
+
+
+def test_a_function_of_records_sees_the_models_of_its_round(blobs, launched, waited):
+    """Nothing has been launched when it is called."""
+    one, seen = small(blobs), []
+
+    def look(record):
+        seen.append((record["round"], one.round, one.state.round.tolist()))
+
+    one.run(progress=False, on_record=look)
+    assert seen == [(round, round, [round]) for round in (0, 2, 4, 6, 8, 9)]
+    assert not launched and results(one) == waited
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError])
+def test_launched_rounds_are_not_lost(blobs, launched, waited, monkeypatch, ends):
+    """By a signal, which lets them end, or an error while a record is written."""
+    one, ended = small(blobs), []
+
+    def on_call(self, run, records):
+        if launched == [2, 4] and not ended:
+            ended.append(run.round)
+            if ends is OSError:
+                raise OSError("the disk is full")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(progress.Progress, "on_call", on_call)
+    with pytest.raises(ends, match="disk|after round 6"):
+        one.run()
+    assert ended == [4] and one.round == 6 and one.state.round.tolist() == [6]
+    assert one.is_due(6) == (ends is OSError)
+    one.run()
+    assert results(one) == waited
 
 
 def test_compiled_programs_are_in_the_users_cache(
