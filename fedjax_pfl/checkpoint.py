@@ -5,6 +5,7 @@ every array, and the host's counters. Orbax restores flipped bits silently, so f
 checked before it reads them. It copies what it writes, so a state is passed in pieces.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import errno
@@ -59,8 +60,9 @@ def digest(state: Any) -> str:
 
     total = hashlib.sha256()
     # Hashing releases Python's lock, and many clients are gigabytes. Few threads, since
-    # each holds a piece.
-    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+    # each holds a piece. Several processes go through all pieces in the same order.
+    threads = 1 if jax.process_count() > 1 else min(4, os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         found = pool.map(of_bits, jax.tree.leaves(state))
         for (name, (dtype, shape)), bits in zip(
             _shapes(state).items(), found, strict=True
@@ -153,7 +155,7 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
     RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
     such as messages so far. If it cannot be written, an OSError is raised and older
-    checkpoints stay.
+    checkpoints stay. Of several processes one calls it, and the others `send`.
     """
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,11 +163,14 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     partial = folder / f"partial_{round:08d}"
     final = folder / f"round_{round:08d}"
+    groups = _groups(state)
     try:
-        _write(partial, round, state, host)
+        _write(partial, round, state, groups, host)
     except OSError:
         # A partial checkpoint would keep the disk full.
         shutil.rmtree(partial, ignore_errors=True)
+        if jax.process_count() > 1:
+            collections.deque(groups, maxlen=0)  # the others send what is left
         raise
     if final.exists():
         shutil.rmtree(final)
@@ -174,11 +179,27 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
         shutil.rmtree(old)
 
 
-def _write(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
-    """Writes one checkpoint, the manifest last."""
+def send(state: Any) -> None:
+    """Takes part in `save` of the same state, which another process calls.
+
+    This process has some of the rows.
+    """
+    for leaf in jax.tree.leaves(state):
+        if isinstance(leaf, views.Streamed):
+            collections.deque(views.pieces_of(leaf), maxlen=0)
+
+
+def _write(
+    folder: pathlib.Path,
+    round: int,
+    state: Any,
+    pieces: Iterator[list[np.ndarray]],
+    host: dict,
+) -> None:
+    """Writes one checkpoint, of these groups of pieces, the manifest last."""
     groups = []
     with _one_error(folder), _checkpointer() as checkpointer:
-        for number, group in enumerate(_groups(state)):
+        for number, group in enumerate(pieces):
             checkpointer.save(folder / "state" / f"{number:05d}", group)
             groups.append([[str(piece.dtype), piece.size] for piece in group])
     body = {

@@ -212,7 +212,7 @@ class Sharded(Rows):
         if jax.process_count() > 1:
             # Other processes have some of the rows.
             rows = self.layout.by_client(views.joined([state.private]))
-            state = state.with_private(rows)
+            state = state.with_private(jax.tree.map(views.materialised, rows))
             row = np.where(cohort.row_mask, cohort.client_id, self.layout.num_rows)
             cohort = cohort.replace(row=row, peers=cohort.peer_clients)
             return state, cohort, client

@@ -108,11 +108,11 @@ class Layout(NamedTuple):
         """Leaves [variants, num_rows, ...] in the order of clients, [variants, K, ...].
 
         `rows` has leaves of `views`, joined from several calls. The result is never
-        whole in memory, unless several processes have the rows. These must call it
-        together, and each gets all rows on its host.
+        whole in memory. If several processes have the rows, all must go through its
+        pieces together.
         """
 
-        def one(leaf: views.Joined) -> views.Streamed | np.ndarray:
+        def one(leaf: views.Joined) -> views.Streamed:
             count, _, *shape = leaf.shape
 
             def pieces() -> Iterator[np.ndarray]:
@@ -120,9 +120,7 @@ class Layout(NamedTuple):
                     yield from self._pieces(part)
 
             whole = (count, self.num_clients, *shape)
-            found = views.Streamed(whole, np.dtype(leaf.dtype), pieces)
-            is_here = jax.process_count() == 1
-            return found if is_here else views.materialised(found)
+            return views.Streamed(whole, np.dtype(leaf.dtype), pieces)
 
         return jax.tree.map(one, rows)
 

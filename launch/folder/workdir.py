@@ -349,9 +349,9 @@ class Workdir(loop.Listener):
 
     def save(self) -> None:
         """Writes a checkpoint."""
-        # All processes have a part of it.
         arrays, host = self.run.saved()
         if not processes.is_first():
+            checkpoint.send(arrays)
             return
         # With the records, metrics.jsonl can be checked and written again.
         kept = {
