@@ -110,6 +110,8 @@ def devices(name: str) -> list[jax.Device]:
         flags = os.environ.get("XLA_FLAGS", "")
         if "xla_gpu_autotune_level" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+        # Or jax looks for CUDA's libraries, which only a program that runs needs.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         more = {"target_config": found.gpu, "topology": found.topology}
         wanted = "a GPU's compiler"
         cure = f"jax-cuda13-plugin=={jax.__version__}"
