@@ -14,10 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
+from fedjax_pfl import losses, types
 from fedjax_pfl import measures as measures_lib
-from fedjax_pfl import types
 
 Metrics = tuple[dict[str, float], np.ndarray | None]
 
@@ -81,7 +80,7 @@ class Classes:
         `exits` of the result is bool[B, J].
         """
         served = outputs[-1]
-        loss = optax.softmax_cross_entropy_with_integer_labels(served, label)
+        loss = losses.cross_entropies(served, label)
         loss = jnp.where(is_real, loss.astype(jnp.float32), 0)
         found = jnp.argmax(jnp.stack(outputs), -1)
         right = (found == label) & is_real
@@ -326,7 +325,7 @@ Score = Classes | Words
 
 def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.Array:
     """The four sums f32[B, 4] of logits f32[B, T, V] and words int32[B, T]."""
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, word)
+    loss = losses.cross_entropies(logits, word)
     parts = loss, jnp.ones_like(loss), jnp.where(is_chosen, loss, 0), is_chosen
     return jnp.stack([part.sum(1, dtype=jnp.float32) for part in parts], -1)
 
