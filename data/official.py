@@ -19,6 +19,8 @@ KINDS = "fine", "coarse"  # of the labels of CIFAR-100
 # The labels of an image, in the order of their bytes in the binary form
 LABELS = {"cifar10": ("labels",), "cifar100": ("coarse_labels", "fine_labels")}
 SVHN = "train_32x32.mat", "test_32x32.mat"
+# Of an archive: as it is offered, with a shorter name, and as a browser may unpack it
+ENDINGS = ".tar.gz", ".tgz", ".tar"
 _PIXELS = 3 * 32 * 32
 
 
@@ -135,7 +137,7 @@ def _forms(name: str, folders: Sequence[str], *files: str) -> tuple[Form, ...]:
     """A data set's forms, with the end of each one's folder; files have no suffix."""
     return tuple(
         Form(
-            f"{name}-{kind}.tar.gz",
+            f"{name}-{kind}{ENDINGS[0]}",
             f"{name}-{folder}",
             tuple(one + suffix for one in files),
             read,
@@ -184,11 +186,13 @@ def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
             continue
         label = LABELS[name][0 if kind else -1]
         for form in FORMS[name]:
-            for place in (folder / form.folder, folder, folder / form.archive):
+            for place in (folder / form.folder, folder):
                 if any((place / one).is_file() for one in form.files):
                     return _joined(place, form, _unpacked(place, form), name, label)
-            if place.is_file():
-                return _joined(place, form, _packed(place, form), name, label)
+            for ending in ENDINGS:
+                place = folder / form.archive.replace(ENDINGS[0], ending)
+                if place.is_file():
+                    return _joined(place, form, _packed(place, form), name, label)
     return None
 
 
@@ -201,7 +205,7 @@ def _unpacked(folder: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
 
 def _packed(archive: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
     """Yields (name, bytes) of the files, and compares the archive's checksum."""
-    with gzip.open(archive) as whole:
+    with (open if archive.suffix == ".tar" else gzip.open)(archive, "rb") as whole:
         with tarfile.open(fileobj=whole, mode="r|") as members:
             for one in members:
                 name = pathlib.PurePosixPath(one.name).name

@@ -2,7 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 
+# The logits of more classes are not read once more for the label's.
+FEW_CLASSES = 64
 Pair = tuple[jax.Array, jax.Array]
 
 
@@ -63,10 +66,11 @@ def cross_entropy(
 def cross_entropies(logits: jax.Array, label: jax.Array) -> jax.Array:
     """The cross-entropy f32[B, ...] of each label: log sum exp(logits) - the label's.
 
-    `logits` are f32[B, ..., Y], and `label` int32[B, ...] are 0..Y-1. It is
-    `optax.softmax_cross_entropy_with_integer_labels` without a gather, which has a
-    scatter as its gradient: both are slow beside the few classes of most data.
+    `logits` are f32[B, ..., Y], and `label` int32[B, ...] are 0..Y-1. For few classes
+    it has no gather, whose gradient is a scatter: they take longer than all the rest.
     """
+    if logits.shape[-1] > FEW_CLASSES:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label)
     logits = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     is_label = jnp.arange(logits.shape[-1]) == label[..., None]
     on_label = jnp.where(is_label, logits, 0).sum(-1)

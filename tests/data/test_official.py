@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import pickle
+import shutil
 import tarfile
 import tracemalloc
 
@@ -101,6 +102,17 @@ def test_in_a_folder_of_the_data_sets_name(tmp_path):
     """--data_dir may hold several data sets."""
     (tmp_path / "cifar10").mkdir()
     written(tmp_path / "cifar10", "cifar10", 0, True)
+    check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
+
+
+@pytest.mark.parametrize("ending, mode", [(".tgz", "w:gz"), (".tar", "w")])
+def test_archives_by_other_names(tmp_path, ending, mode):
+    """A browser may have unpacked the outer layer."""
+    form = written(tmp_path, "cifar10", 1)
+    stem = form.archive.removesuffix(".tar.gz")
+    with tarfile.open(tmp_path / f"{stem}{ending}", mode) as archive:
+        archive.add(tmp_path / form.folder, form.folder)
+    shutil.rmtree(tmp_path / form.folder)
     check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
 
 
@@ -361,10 +373,10 @@ def test_nothing_is_there(tmp_path, monkeypatch, name, files):
     line = (
         f"--dataset={name} is missing .*no network.*{files}.*looked for in {tmp_path}"
     )
-    for held in ("where nothing is", "which holds a, cifar-10-binary.tar"):
+    for held in ("where nothing is", "which holds a, cifar-10-binary.zip"):
         with pytest.raises(ValueError, match=f"{line}.*{tmp_path}, {held}") as error:
             loaders.load(name, str(tmp_path))
         assert "\n" not in str(error.value)
         (tmp_path / "a").mkdir(exist_ok=True)
-        (tmp_path / "cifar-10-binary.tar").touch()
+        (tmp_path / "cifar-10-binary.zip").touch()
         (tmp_path / ".hidden").touch()
