@@ -157,14 +157,13 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     such as messages so far. If it cannot be written, an OSError is raised and older
     checkpoints stay. Of several processes one calls it, and the others `send`.
     """
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob("partial_*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    folder, groups = folder.absolute(), _groups(state)
     partial = folder / f"partial_{round:08d}"
     final = folder / f"round_{round:08d}"
-    groups = _groups(state)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("partial_*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         _write(partial, round, state, groups, host)
     except OSError:
         # A partial checkpoint would keep the disk full.

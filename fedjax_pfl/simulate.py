@@ -89,7 +89,7 @@ class Simulation:
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
         self._rounds_per_call, self._has_evaluated = 1, False
-        # Seconds of the last call's rounds, and since when the launched ones train.
+        # Seconds of a round of the last call, and since when the launched ones train.
         self._round_seconds, self._free_since = CALL_SECONDS, 0.0
 
     @property
@@ -223,12 +223,13 @@ class Simulation:
             # A call is ahead if an exception came between two of them.
             if call.round >= until:
                 continue
-            if call.launched is None:
+            is_over = self._is_over
+            if not self.is_launched:
                 self.rows.before(call, window.rows)
                 # What another call evaluates is no training.
                 jax.block_until_ready([one.evaluated for one in self.calls])
                 self._launch(index, window, until)
-            started = self._free_since
+            started, entered = self._free_since, time.perf_counter()
             call.land()
             try:
                 if is_due(until) and self._evaluates_ahead:
@@ -241,13 +242,18 @@ class Simulation:
                 self.rows.during(call, ahead and ahead.rows)
             finally:
                 call.settle(self.totals)
+            if is_over:
+                # They ended while the host did other work, and count like the last.
+                expected = (until - begin) * self._round_seconds
+                started = max(started, entered - expected)
             seconds += time.perf_counter() - started
         # All processes must run calls of the same length.
         seconds = execution_lib.agreed(seconds)
         self.totals.seconds += seconds
         self._window = ahead or window
-        self._round_seconds = max(seconds, 1e-3) / (until - begin)
-        self._rounds_per_call = max(1, int(CALL_SECONDS / self._round_seconds))
+        self._round_seconds = seconds / (until - begin)
+        per_round = max(seconds, 1e-3) / (until - begin)
+        self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
 
     def launch(self, stop: int) -> None:
         """Dispatches the next call of `advance`, not beyond round `stop`.
@@ -279,6 +285,14 @@ class Simulation:
     def is_launched(self) -> bool:
         """Whether `launch` has taken the state, and `advance` has to be called."""
         return self.calls[0].launched is not None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether launched rounds have ended."""
+        if not self.is_launched:
+            return False
+        (_, *measured), _, _ = self.calls[0].launched
+        return all(one.is_ready() for one in jax.tree.leaves(measured))
 
     def _launch(self, index: int, window: Window, until: int) -> None:
         """Dispatches the rounds of a call up to `until`."""
@@ -319,9 +333,11 @@ class Simulation:
             call.settle(self.totals)
             self.rows.after(call)
             shared, found = jax.device_get(call.evaluated or self._evaluated(call))
-            call.evaluated = None
-            if call.launched is not None:
-                self._free_since = time.perf_counter()  # they begin now
+            if self.is_launched:
+                # They begin now, and have taken the state, so that there is no other.
+                self._free_since = time.perf_counter()
+            else:
+                call.evaluated = None
             parts = call.partition.measured()
             what = self.program.algorithm, self.program.scoring.score
             measured = [

@@ -326,6 +326,8 @@ class Workdir(loop.Listener):
 
     def on_call(self, run: Run, records: loop.Records) -> None:
         """Adds lines to metrics.jsonl, which are on disk when this returns."""
+        # An error may have come between an earlier record and its line.
+        records = run.metrics[len(self.records) :]
         self.records += map(dict, records)
         if not processes.is_first():
             return

@@ -106,8 +106,9 @@ def run(run: Run, listeners: Sequence[Listener], stop: Stop, until: int) -> None
         for one in listeners:
             one.on_done(run)
     finally:
-        run.land()
         run.simulation.while_compiling = contextlib.nullcontext
         for one in listeners:
             one.on_end(run)
+        with contextlib.suppress(Exception):  # the error that came first says more
+            run.land()
     stop.agree()

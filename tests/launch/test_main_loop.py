@@ -1,16 +1,20 @@
 """The visible loop, and where compiled programs are kept."""
 
+import json
 import os
 import pathlib
 import signal
 import stat
+import types
 
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from fedjax_pfl import call as call_lib
 from fedjax_pfl import program, simulate
 from launch import build, main
+from launch.folder import finished
 from launch.machine import devices
 from launch.run import progress
 from tests import conftest
@@ -133,7 +137,7 @@ def test_a_function_of_records_sees_the_models_of_its_round(blobs, launched, wai
 
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, OSError])
 def test_launched_rounds_are_not_lost(blobs, launched, waited, monkeypatch, ends):
-    """By a signal, which lets them end, or an error while a record is written."""
+    """By a signal, which lets them end, or an error while a record is shown."""
     one, ended = small(blobs), []
 
     def on_call(self, run, records):
@@ -150,6 +154,47 @@ def test_launched_rounds_are_not_lost(blobs, launched, waited, monkeypatch, ends
     assert one.is_due(6) == (ends is OSError)
     one.run()
     assert results(one) == waited
+
+
+@pytest.mark.parametrize("place", ["settle", "measured", "of_rounds"])
+def test_a_record_is_not_lost_with_the_state(
+    blobs, launched, waited, monkeypatch, tmp_path, place
+):
+    """An error while it is made, when the next rounds have taken the state."""
+    act, failed = getattr(call_lib.Call, place), []
+
+    def once(self, *args):
+        if self.launched and launched == [2, 4] and not failed:
+            failed.append(self.round)
+            raise MemoryError("no room")
+        return act(self, *args)
+
+    monkeypatch.setattr(call_lib.Call, place, once)
+    one = small(blobs, workdir=str(tmp_path / "run"), checkpoint_every=100)
+    with pytest.raises(MemoryError, match="no room"):
+        one.run(progress=False)
+    assert failed == [4] and one.round == 6 and one.state.round.tolist() == [6]
+    one.run(progress=False)
+    assert results(one) == waited
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == finished.finite(one.metrics)
+
+
+def test_seconds_are_those_of_training(blobs, launched, monkeypatch):
+    """Not of a listener that works on when launched rounds have ended."""
+    now = [0.0]
+
+    def slow(self, run, records):
+        if run.is_launched:
+            jax.block_until_ready(run.simulation.calls[0].launched[0])
+        now[0] += 100
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(simulate, "time", clock)
+    monkeypatch.setattr(progress.Progress, "on_call", slow)
+    one = small(blobs)
+    one.run()
+    assert launched == [2, 4, 6, 8] and now[0] > 0 == one.totals.seconds
 
 
 def test_compiled_programs_are_in_the_users_cache(
