@@ -217,13 +217,13 @@ class Simulation:
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
         end, is_planned = max(self.rounds, stop), False
         until = min(begin + self._rounds_per_call, stop, window.end)
+        is_over = self._is_over
         if self.is_launched:
             until = self.calls[0].launched[1]
         for index, call in enumerate(self.calls):
             # A call is ahead if an exception came between two of them.
             if call.round >= until:
                 continue
-            is_over = self._is_over
             if not self.is_launched:
                 self.rows.before(call, window.rows)
                 # What another call evaluates is no training.
@@ -243,7 +243,7 @@ class Simulation:
             finally:
                 call.settle(self.totals)
             if is_over:
-                # They ended while the host did other work, and count like the last.
+                # They ended while the host did other work, and count like earlier ones.
                 expected = (until - begin) * self._round_seconds
                 started = max(started, entered - expected)
             seconds += time.perf_counter() - started
@@ -251,7 +251,8 @@ class Simulation:
         seconds = execution_lib.agreed(seconds)
         self.totals.seconds += seconds
         self._window = ahead or window
-        self._round_seconds = seconds / (until - begin)
+        if not is_over:
+            self._round_seconds = seconds / (until - begin)
         per_round = max(seconds, 1e-3) / (until - begin)
         self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
 
