@@ -132,6 +132,14 @@ class Call:
         # the new state is stored, or an interrupt could lose both.
         self.launched = executable(*args), until, work
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether launched rounds are no longer computing."""
+        if self.launched is None:
+            return False
+        (_, *measured), _, _ = self.launched
+        return all(one.is_ready() for one in jax.tree.leaves(measured))
+
     def land(self) -> None:
         """Goes on to the launched rounds. What they measured pends until `settle`."""
         (state, *measured), until, work = self.launched

@@ -88,8 +88,9 @@ class Simulation:
         given = planner, len(seeds), self.calls, specs, execution, self.rows
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
-        self._rounds_per_call, self._has_evaluated = 1, False
-        # Seconds of a round of the last call, and since when the launched ones train.
+        self._has_evaluated = False
+        # Seconds of a round of the last call, so many that the first call has one, and
+        # since when the launched ones train.
         self._round_seconds, self._free_since = CALL_SECONDS, 0.0
 
     @property
@@ -216,15 +217,15 @@ class Simulation:
             return
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
         end, is_planned = max(self.rounds, stop), False
-        until = min(begin + self._rounds_per_call, stop, window.end)
-        is_over = self._is_over
-        if self.is_launched:
-            until = self.calls[0].launched[1]
+        launched = [one.launched[1] for one in self.calls if one.launched is not None]
+        until = launched[0] if launched else self._until(begin, stop, window)
+        has_ended = False
         for index, call in enumerate(self.calls):
             # A call is ahead if an exception came between two of them.
             if call.round >= until:
                 continue
-            if not self.is_launched:
+            has_ended = call.has_ended
+            if call.launched is None:
                 self.rows.before(call, window.rows)
                 # What another call evaluates is no training.
                 jax.block_until_ready([one.evaluated for one in self.calls])
@@ -242,7 +243,7 @@ class Simulation:
                 self.rows.during(call, ahead and ahead.rows)
             finally:
                 call.settle(self.totals)
-            if is_over:
+            if has_ended:
                 # They ended while the host did other work, and count like earlier ones.
                 expected = (until - begin) * self._round_seconds
                 started = max(started, entered - expected)
@@ -251,10 +252,13 @@ class Simulation:
         seconds = execution_lib.agreed(seconds)
         self.totals.seconds += seconds
         self._window = ahead or window
-        if not is_over:
+        if not has_ended:
             self._round_seconds = seconds / (until - begin)
-        per_round = max(seconds, 1e-3) / (until - begin)
-        self._rounds_per_call = max(1, int(CALL_SECONDS / per_round))
+
+    def _until(self, begin: int, stop: int, window: Window) -> int:
+        """The end of a call from round `begin` on, as long as `CALL_SECONDS`."""
+        count = max(1, int(CALL_SECONDS / max(self._round_seconds, 1e-6)))
+        return min(begin + count, stop, window.end)
 
     def launch(self, stop: int) -> None:
         """Dispatches the next call of `advance`, not beyond round `stop`.
@@ -266,7 +270,7 @@ class Simulation:
         window = self._window
         if not self._launches or not window.first <= self.round < window.end:
             return
-        until = min(self.round + self._rounds_per_call, stop, window.end)
+        until = self._until(self.round, stop, window)
         if (until - self.round) * self._round_seconds <= LAUNCHED_SECONDS:
             self._launch(0, window, until)
 
@@ -285,15 +289,7 @@ class Simulation:
     @property
     def is_launched(self) -> bool:
         """Whether `launch` has taken the state, and `advance` has to be called."""
-        return self.calls[0].launched is not None
-
-    @property
-    def _is_over(self) -> bool:
-        """Whether launched rounds have ended."""
-        if not self.is_launched:
-            return False
-        (_, *measured), _, _ = self.calls[0].launched
-        return all(one.is_ready() for one in jax.tree.leaves(measured))
+        return any(call.launched is not None for call in self.calls)
 
     def _launch(self, index: int, window: Window, until: int) -> None:
         """Dispatches the rounds of a call up to `until`."""
@@ -334,7 +330,7 @@ class Simulation:
             call.settle(self.totals)
             self.rows.after(call)
             shared, found = jax.device_get(call.evaluated or self._evaluated(call))
-            if self.is_launched:
+            if call.launched is not None:
                 # They begin now, and have taken the state, so that there is no other.
                 self._free_since = time.perf_counter()
             else:

@@ -451,6 +451,30 @@ def test_exception_while_planning_ahead_loses_nothing(whole, unequal, short_wind
     assert counters(experiment) == counters(both)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_interrupt_behind_a_dispatch_loses_nothing(unequal, monkeypatch, number):
+    """The rounds have taken a seed's state, and theirs is not yet its own."""
+    both = make(unequal, num_seeds=2, partition_seed=0)
+    both.run()
+    experiment = make(unequal, num_seeds=2, partition_seed=0)
+    experiment.simulation.advance_to(1)
+    land, asked = call_lib.Call.land, []
+
+    def once(call):
+        asked.append(call)
+        if len(asked) == 1 + number:
+            raise KeyboardInterrupt
+        land(call)
+
+    monkeypatch.setattr(call_lib.Call, "land", once)
+    with pytest.raises(KeyboardInterrupt):
+        experiment.simulation.advance_to(ROUNDS)
+    assert experiment.simulation.is_launched and experiment.round == 1
+    experiment.run()
+    assert digest(experiment) == digest(both)
+    assert counters(experiment) == counters(both)
+
+
 def compilations(records):
     """How often each of the four functions was compiled."""
     told = [record.getMessage() for record in records]
