@@ -9,9 +9,11 @@ import collections
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -286,33 +288,60 @@ def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any
             raise ValueError(
                 f"{path}: {name} is {before}, this configuration has {dtype}{shape}"
             )
-    stored = _stored(path, manifest)
     leaves, treedef = jax.tree_util.tree_flatten(template)
+    stored = _stored(path, manifest)
 
-    def restored(leaf: Any, kind: list[Any]) -> Any:
-        dtype, shape = kind
-        array = views.filled(shape, dtype, stored)
-        return jax.random.wrap_key_data(array) if views.is_key(leaf) else array
+    def restored(leaf: Any, streamed: views.Streamed) -> Any:
+        if not views.is_key(leaf):
+            return streamed
+        return jax.random.wrap_key_data(views.materialised(streamed))
 
-    state = treedef.unflatten(map(restored, leaves, found.values()))
+    state = treedef.unflatten(map(restored, leaves, stored))
     return manifest["round"], state, manifest["host"]
 
 
-def _stored(path: pathlib.Path, manifest: dict) -> Iterator[np.ndarray]:
-    """The pieces of a checkpoint in order, flat, read group by group."""
+def _stored(path: pathlib.Path, manifest: dict) -> list[views.Streamed]:
+    """The arrays of a checkpoint in order, whose pieces are read when it is asked.
+
+    The last group that was read stays in memory.
+    """
+    arrays = [(dtype, tuple(shape)) for dtype, shape in manifest["arrays"].values()]
     if manifest["format"] == FORMAT:
-        groups = {
-            path / "state" / f"{number:05d}": [np.zeros(n, dtype) for dtype, n in group]
+        groups = [
+            (path / "state" / f"{number:05d}", [(dtype, (n,)) for dtype, n in group])
             for number, group in enumerate(manifest["groups"])
-        }
+        ]
     else:
-        whole = [np.zeros(shape, dtype) for dtype, shape in manifest["arrays"].values()]
         # Orbax refuses arrays without elements.
-        groups = {path / "state": [array for array in whole if array.size]}
-    with _checkpointer() as checkpointer:
-        for folder, like in groups.items():
-            for piece in checkpointer.restore(folder, item=like):
-                yield np.asarray(piece).reshape(-1)
+        groups = [(path / "state", [one for one in arrays if math.prod(one[1])])]
+
+    @functools.lru_cache(maxsize=1)
+    def read(number: int) -> list[np.ndarray]:
+        folder, like = groups[number]
+        like = [np.zeros(shape, dtype) for dtype, shape in like]
+        with _checkpointer() as checkpointer:
+            found = checkpointer.restore(folder, item=like)
+        return [np.asarray(piece).reshape(-1) for piece in found]
+
+    places = iter(
+        (number, index, math.prod(shape))
+        for number, (_, pieces) in enumerate(groups)
+        for index, (_, shape) in enumerate(pieces)
+    )
+
+    def streamed(dtype: str, shape: tuple[int, ...]) -> views.Streamed:
+        mine, left = [], math.prod(shape)
+        while left:
+            number, index, size = next(places)
+            mine.append((number, index))
+            left -= size
+
+        def pieces() -> Iterator[np.ndarray]:
+            return (read(number)[index] for number, index in mine)
+
+        return views.Streamed(shape, np.dtype(dtype), pieces)
+
+    return [streamed(*one) for one in arrays]
 
 
 def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | None:
@@ -320,7 +349,8 @@ def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | No
 
     It is None if `folder`, the run's `checkpoints` folder, has no checkpoint.
     `templates` are the state's shapes (`jax.eval_shape` of init) in each form that it
-    may have. An axis of -1 may have any length. Raises ValueError if the newest one is
+    may have. An axis of -1 may have any length. All leaves but keys are
+    `views.Streamed`, read when they are needed. Raises ValueError if the newest one is
     damaged or of another shape, with the file and the older checkpoint to fall back to.
     """
     found = saved(folder.absolute())

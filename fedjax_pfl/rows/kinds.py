@@ -54,6 +54,10 @@ class Rows:
         """The rows of K clients on the devices of `how`."""
         devices = how.num_devices if how.shares_rows else 1
         self.layout, self._how = slots.Layout(num_clients, devices), how
+        # The process of each of these devices, and which of them are this one's
+        own, every = jax.process_index(), how.mesh.devices.flat if devices > 1 else ()
+        self._homes = tuple(device.process_index for device in every) or (own,)
+        self._own_devices = [i for i, home in enumerate(self._homes) if home == own]
 
     @property
     def num_clients(self) -> int:
@@ -144,21 +148,21 @@ class Rows:
     def templates(self, state: types.RoundState) -> list[Any]:
         """The shapes of `saved` and its other form, from those of the devices."""
         whole = store.whole_template(state, self.num_clients)
-        # Several processes load the first one's state, in this form alone.
-        alone = jax.process_count() > 1
-        return [whole] if alone else [whole, store.kept_template(state)]
+        return [whole, store.kept_template(state)]
 
     def loaded(
         self, found: types.RoundState | store.Kept, calls: Sequence[Call]
-    ) -> Iterator[types.RoundState]:
-        """The devices' state of each call from either form, as arrays of the host.
+    ) -> list[types.RoundState]:
+        """The devices' state of each call from either form, with leaves as in `views`.
 
-        Earlier rows are dropped, and earlier windows are not used again.
+        Its arrays are the host's, or on their devices already. Earlier rows are
+        dropped, and earlier windows are not used again.
         """
-        if isinstance(found, store.Kept):
-            found = store.expanded(found, self.num_clients)
-        for call in calls:
-            yield stacked.at(found, call.rows)
+        state, saved = store.opened(found, self.num_clients)
+        leaves = range(len(saved.rows))
+        rows = [saved.whole(index, self.num_clients) for index in leaves]
+        state = state.with_private(saved.structure.unflatten(rows))
+        return [stacked.at(state, call.rows) for call in calls]
 
     def around(
         self,
@@ -180,8 +184,7 @@ class Replicated(Rows):
     """Every device has all rows, in groups where architectures differ."""
 
     def templates(self, state: types.RoundState) -> list[Any]:
-        alone = jax.process_count() > 1
-        return [state] if alone else [state, store.kept_template(state)]
+        return [state, store.kept_template(state)]
 
 
 class Sharded(Rows):
@@ -198,9 +201,46 @@ class Sharded(Rows):
 
     def loaded(
         self, found: types.RoundState | store.Kept, calls: Sequence[Call]
-    ) -> Iterator[types.RoundState]:
-        for state in super().loaded(found, calls):
-            yield state.with_private(self.layout.in_slots(state.private))
+    ) -> list[types.RoundState]:
+        """Like `Rows.loaded`; each process has the rows of its own devices alone."""
+        state, saved = store.opened(found, self.num_clients)
+        rows = [[] for _ in calls]
+        for index in range(len(saved.rows)):
+            every = self._of_devices(index, saved)
+            for call, mine in zip(calls, rows, strict=True):
+                mine.append(self._placed(every, call.rows))
+        return [
+            stacked.at(state, call.rows).with_private(saved.structure.unflatten(mine))
+            for call, mine in zip(calls, rows, strict=True)
+        ]
+
+    def _of_devices(self, index: int, saved: store.Found) -> dict[int, np.ndarray]:
+        """Saved leaf `index` in its slots, [variants, rows, ...] of each own device."""
+        layout, dtype = self.layout, np.dtype(saved.rows[index].dtype)
+        size = len(saved.ids), layout.rows_per_device, *saved.shape(index)
+        out = {device: np.zeros(size, dtype) for device in self._own_devices}
+        if saved.common is not None:
+            for mine in out.values():
+                mine[:] = saved.common[index][:, None]
+        slots_of = layout.slots % layout.rows_per_device
+        for variant, ids, rows in saved.blocks(index):
+            device = layout.device_of(ids)
+            for one, mine in out.items():
+                here = device == one
+                mine[variant, slots_of[ids[here]]] = rows[here]
+        return out
+
+    def _placed(self, of_devices: dict[int, np.ndarray], variants: slice) -> jax.Array:
+        """Some variants of `_of_devices` as one array on all devices."""
+        parts = {device: leaf[variants] for device, leaf in of_devices.items()}
+        one = next(iter(parts.values()))
+        shape = one.shape[0], self.layout.num_rows, *one.shape[2:]
+        where = tiled.of_rows(jax.ShapeDtypeStruct(shape, one.dtype), self._how)
+
+        def of_device(at: tuple[slice, ...]) -> np.ndarray:
+            return parts[(at[1].start or 0) // self.layout.rows_per_device]
+
+        return jax.make_array_from_callback(shape, where, of_device)
 
     def around(
         self,
@@ -321,20 +361,21 @@ class Hosted(Rows):
         return np.arange(self.num_clients) if self._has_all else cohort.needed
 
     def _made(self, common: Any) -> store.Store:
-        return store.Store(common, self.num_clients, self._folder)
+        return store.Store(common, self.num_clients, self._folder, self._homes)
 
     def begin(self, call: Call, state: types.RoundState) -> types.RoundState:
         """Like `Rows.begin`, where clients must begin with equal rows."""
-        rows = jax.device_get(state.private)
+        if not slots.are_equal(state.private):
+            raise ValueError(
+                "--client_state: with these options each client begins with a row of "
+                "its own, and all must be on the device; omit it"
+            )
+        first = jax.tree.map(
+            lambda leaf: np.array(leaf.addressable_data(0)[:, 0]), state.private
+        )
         for slot, variant in enumerate(call.variants):
-            mine = stacked.at(rows, slot)
-            common = stacked.at(mine, 0)
-            if store.differ(mine, common).any():
-                raise ValueError(
-                    "--client_state: with these options each client begins with a row "
-                    "of its own, and all must be on the device; omit it"
-                )
-            self._stores[variant] = self._made(jax.tree.map(np.array, common))
+            common = jax.tree.map(np.copy, stacked.at(first, slot))
+            self._stores[variant] = self._made(common)
         return state
 
     def room(self) -> Callable[[Iterable[types.Cohort]], bool]:
@@ -488,9 +529,10 @@ class Hosted(Rows):
         """A chunk of rows that have trained."""
         free, shape = self._free.get(chunk.slot.shape), chunk.slot.shape
         memory = free.pop() if free else store.empty(self._template, 2, *shape)
-        for slot, ids, place in chunk.parts():
-            mine = [leaf[slot, place] for leaf in memory]
-            self._stores[call.variants[slot]].read(ids, mine)
+        for slot, device, ids, place in chunk.parts():
+            if device in self._own_devices:
+                mine = [leaf[slot, place] for leaf in memory]
+                self._stores[call.variants[slot]].read(ids, mine)
         values = jax.tree.structure(self._template).unflatten(memory)
         return _Coming(chunk, tiled.place(values, self._how), memory)
 
@@ -531,23 +573,29 @@ class Hosted(Rows):
         leaving = self._leaving.get(call.variants.start, [])
         while sum(one.slot.size for one, _ in leaving) * self.row_bytes > most:
             chunk, rows = leaving[0]
-            rows = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
-            for slot, ids, place in chunk.parts():
-                mine = [leaf[slot, place] for leaf in rows]
-                self._stores[call.variants[slot]].write(ids, mine)
+            rows = [transfer.of_devices(leaf, chunk) for leaf in jax.tree.leaves(rows)]
+            for slot, device, ids, _ in chunk.parts():
+                one = self._stores[call.variants[slot]]
+                if device in self._own_devices:
+                    one.write(ids, [leaf[device][slot, : len(ids)] for leaf in rows])
+                else:
+                    one.claim(ids)
             del leaving[0]
 
     def _read(
         self, variants: Sequence[int], ids: Sequence[np.ndarray], layout: slots.Layout
     ) -> Any:
-        """Rows of clients of each variant in their slots; others are common.
+        """Rows of clients of each variant in own devices' slots; others are common.
 
         They have leaves [variants, rows, ...].
         """
         out = store.empty(self._template, 2, len(variants), layout.num_rows)
         for slot, (variant, one) in enumerate(zip(variants, ids, strict=True)):
-            mine = [leaf[slot] for leaf in out]
-            self._stores[variant].read(layout.clients_of(one), mine)
+            clients = layout.clients_of(one)
+            for device in self._own_devices:
+                cut = layout.slots_of_device(device)
+                mine = [leaf[slot, cut] for leaf in out]
+                self._stores[variant].read(clients[cut], mine)
         return jax.tree.structure(self._template).unflatten(out)
 
     def goes_by_block(self, algorithm: types.Algorithm) -> bool:
@@ -662,26 +710,29 @@ class Hosted(Rows):
 
     def loaded(
         self, found: types.RoundState | store.Kept, calls: Sequence[Call]
-    ) -> Iterator[types.RoundState]:
+    ) -> list[types.RoundState]:
         """Like `Rows.loaded`; stores take the rows, and devices get common ones."""
-        if isinstance(found, types.RoundState):
-            common = [one.common for one in self._stores.values()]
-            found = store.compressed(found, common)
-        rows = jax.tree.map(views.materialised, found.state.private)
+        state, saved = store.opened(found, self.num_clients)
+        commons, trained = saved.common, saved.ids
+        if commons is None:
+            commons = stacked.on_host([one.common for one in self._stores.values()])
+            trained = saved.other_than(jax.tree.leaves(commons), self.num_clients)
+        else:
+            commons = saved.structure.unflatten(commons)
         for variant in self._stores:
-            part = found.part(variant)
-            common = jax.tree.map(np.asarray, stacked.at(found.common, variant))
-            self._stores[variant] = self._made(common)
-            mine = jax.tree.map(lambda leaf, p=part: np.asarray(leaf)[p], rows)
-            if part.start < part.stop:
-                self._stores[variant].write(found.ids[part], mine)
+            self._stores[variant] = self._made(stacked.at(commons, variant))
+            self._stores[variant].claim(trained[variant])
+        for index in range(len(saved.rows)):
+            for variant, ids, rows in saved.blocks(index):
+                known = self._stores[variant].trained(ids)
+                self._stores[variant].fill(index, ids[known], rows[known])
         for one in (self._held, self._leaving, self._untrained):
             one.clear()
         self._last = None
         none = [np.zeros(0, np.int64) for _ in self._stores]
-        common = self._read(list(self._stores), none, self.layout)
-        state = found.state.with_private(common)
-        yield from super().loaded(state, calls)
+        rows = self._read(list(self._stores), none, self.layout)
+        state = state.with_private(rows)
+        return [stacked.at(state, call.rows) for call in calls]
 
     def around(
         self,
@@ -696,12 +747,19 @@ class Hosted(Rows):
             others = ids[ids != client] if client in ids else ids[:0]
             ids = np.append(client, others)
         ids = self._split([], ids, np.zeros(self.num_clients, bool))[0]
-        state = self._with([variant], state, [ids])
-        self._common = None
+        state = state.replace(clients=self._everywhere(variant, ids), opt_state=())
         cohort = in_slots(cohort, ids, self.layout)
         if client is None:
             return state, cohort, None
         return state, cohort, int(self.layout.slots_of(ids)[ids.searchsorted(client)])
+
+    def _everywhere(self, variant: int, ids: np.ndarray) -> Any:
+        """Rows of clients in their slots, leaves [1, rows, ...], in all processes."""
+        rows, _ = self._read([variant], [ids], self.layout)
+        home = np.repeat(self._homes, self.layout.rows_per_device)
+        for leaf in jax.tree.leaves(rows):
+            store.share(leaf[0], home)
+        return rows
 
 
 def in_slots(

@@ -49,11 +49,6 @@ class Layout(NamedTuple):
         """int32[num_rows]: the client of each slot, K = none, where all have one."""
         return self.clients_of(np.arange(self.num_clients))
 
-    @property
-    def _clients_or_last(self) -> np.ndarray:
-        """int32[num_rows]: `clients`, with the last one in empty slots."""
-        return np.minimum(self.clients, self.num_clients - 1)
-
     def slots_of(self, ids: np.ndarray) -> np.ndarray:
         """int32[n]: slots for clients int[n], consecutive on each device."""
         device, counts = self.device_of(ids), self.counts(ids)
@@ -62,6 +57,11 @@ class Layout(NamedTuple):
         place = np.empty(len(ids), np.int64)
         place[order] = np.arange(len(ids)) - first[device[order]]
         return (device * self.rows_per_device + place).astype(np.int32)
+
+    def slots_of_device(self, device: int) -> slice:
+        """The slots of a device, which follow one another."""
+        first = device * self.rows_per_device
+        return slice(first, first + self.rows_per_device)
 
     def places(self, ids: np.ndarray) -> list[np.ndarray]:
         """int64[n] for each device: the places of its own among clients int[n]."""
@@ -86,17 +86,12 @@ class Layout(NamedTuple):
         """The slots that clients int[n] need on the device that has most of them."""
         return int(self.counts(ids).max())
 
-    def in_slots(self, rows: Any) -> Any:
-        """Leaves [variants, K, ...] in the order of clients as [variants, num_rows]."""
-        client = self._clients_or_last
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[:, client], rows)
-
     def dealt(self, rows: Any, where: Any) -> Any:
         """Rows on the devices, leaves [variants, num_rows, ...], in their slots.
 
         Row k is that of client k, for all K clients. `where` has where each leaf is.
         """
-        client = self._clients_or_last
+        client = np.minimum(self.clients, self.num_clients - 1)  # no slot is empty
 
         def one(leaf: jax.Array, where: Any) -> jax.Array:
             # Leaf by leaf, as a device may get all rows for a moment.

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
-from fedjax_pfl import stacked, types
+from fedjax_pfl import types
 from fedjax_pfl.rows import views
 
 # A store grows by this many bytes.
@@ -73,21 +74,35 @@ class Store:
     """The rows of one variant's clients: the common one, and those that have trained.
 
     `common` is the row of a client that has never trained, a pytree of leaves [...].
+
+    Of several processes each stores the rows of its own devices' clients, and knows
+    who has trained elsewhere. All make the same calls, but for `read` and for the rows
+    that they write.
     """
 
-    def __init__(self, common: Any, num_clients: int, folder: str = ""):
+    def __init__(
+        self,
+        common: Any,
+        num_clients: int,
+        folder: str = "",
+        homes: Sequence[int] = (0,),
+    ):
         """A store without trained clients.
 
         `num_clients` is K. Rows are in a file without a name in `folder`, which
-        disappears with the process, or in memory for "".
+        disappears with the process, or in memory for "". `homes` int[D] is the process
+        of each device, and the rows of client k are stored in that of device k mod D.
         """
         self.common = common
         leaves, self._structure = jax.tree.flatten(common)
         self._common = [np.asarray(leaf) for leaf in leaves]
         self._leaves = [(leaf.shape, leaf.dtype) for leaf in self._common]
+        # Places in the store of the client's process
         self._slot = np.full(num_clients, -1, np.int32)
-        # The parts of the store, each with all leaves [part_rows, ...]
-        self._used, self._parts = 0, []
+        self._homes, self._own = np.asarray(homes), jax.process_index()
+        self._used = np.zeros(max(homes) + 1, int)
+        # The parts of this process's store, each with all leaves [part_rows, ...]
+        self._parts = []
         self._part_rows = max(1, PART_BYTES // max(num_bytes(common, 0), 1))
         self._folder = folder
         self._file = tempfile.TemporaryFile(dir=folder) if folder else None
@@ -102,11 +117,11 @@ class Store:
         return self._slot[ids] >= 0
 
     def in_order(self, ids: np.ndarray) -> np.ndarray:
-        """Clients int[n] in the order in which they are read fastest."""
+        """Clients int[n] of one device in the order in which they are read fastest."""
         return ids[np.argsort(self._slot[ids], kind="stable")]
 
     def read(self, ids: np.ndarray, out: Sequence[np.ndarray] | None = None) -> Any:
-        """The rows of clients int[n], leaves [n, ...]; K gives the common row.
+        """The rows of own clients int[n], leaves [n, ...]; K gives the common row.
 
         They are in `out`, if given: leaves [n, ...] in a list.
         """
@@ -131,21 +146,47 @@ class Store:
                 out[here] = leaf[place]
 
     def write(self, ids: np.ndarray, rows: Any) -> None:
-        """Stores rows, leaves [n, ...], as those of clients int[n], all distinct.
+        """Stores rows, leaves [n, ...], as those of own clients int[n], all distinct.
 
         Raises OSError if the file cannot grow.
         """
+        self.claim(ids)
+        self._put(ids, list(enumerate(jax.tree.leaves(rows))))
+
+    def claim(self, ids: np.ndarray) -> None:
+        """Counts clients int[n], all distinct, as trained; their rows are yet to come.
+
+        Their own processes get these by `write` or `fill`. Raises OSError as `write`.
+        """
         new = ids[self._slot[ids] < 0]
-        while self._used + len(new) > len(self._parts) * self._part_rows:
-            self._parts.append(self._grown())
-        # In this order, so that an interrupt gives no slot to two clients.
-        begin, self._used = self._used, self._used + len(new)
-        self._slot[new] = begin + np.arange(len(new))
-        slot, leaves = self._slot[ids], jax.tree.leaves(rows)
+        homes = self._home(new)
+        for home in np.unique(homes):
+            mine = new[homes == home]
+            begin, end = self._used[home], self._used[home] + len(mine)
+            while home == self._own and end > len(self._parts) * self._part_rows:
+                self._parts.append(self._grown())
+            # In this order, so that an interrupt gives no slot to two clients.
+            self._used[home] = end
+            self._slot[mine] = np.arange(begin, end)
+
+    def fill(self, index: int, ids: np.ndarray, leaf: np.ndarray) -> None:
+        """Stores leaf `index` [n, ...] of claimed clients int[n], of its own ones."""
+        mine = np.flatnonzero(self._home(ids) == self._own)
+        if len(mine) < len(ids):
+            ids, leaf = ids[mine], leaf[mine]
+        self._put(ids, [(index, leaf)])
+
+    def _put(self, ids: np.ndarray, leaves: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Stores leaves [n, ...] with these indices of own clients int[n]."""
+        slot = self._slot[ids]
         for number, here in _by_part(slot // self._part_rows):
             place = slot[here] % self._part_rows
-            for mine, leaf in zip(self._parts[number], leaves, strict=True):
-                mine[place] = leaf[here]
+            for index, leaf in leaves:
+                self._parts[number][index][place] = leaf[here]
+
+    def _home(self, ids: np.ndarray) -> np.ndarray:
+        """int[n]: the processes that store the rows of clients int[n]."""
+        return self._homes[ids % len(self._homes)]
 
     def _grown(self) -> list[np.ndarray]:
         """One more part, leaves [rows, ...]."""
@@ -167,13 +208,36 @@ class Store:
         return _cut(memory, (self._part_rows,), self._leaves)
 
     def parts(self, ids: np.ndarray, index: int) -> Iterator[np.ndarray]:
-        """The rows of clients int[n] in leaf `index`, in parts of bounded size."""
+        """The rows of clients int[n] in leaf `index`, in parts of bounded size.
+
+        All processes go through them together.
+        """
         shape, dtype = self._leaves[index]
         for first in range(0, len(ids), self._part_rows):
             some = ids[first : first + self._part_rows]
             out = np.empty((len(some), *shape), dtype)
-            self._read(index, some, out)
+            # All have the common row.
+            home = np.where(self.trained(some), self._home(some), -1)
+            is_here = (home < 0) | (home == self._own)
+            self._read(index, np.where(is_here, some, len(self._slot)), out)
+            share(out, home)
             yield out
+
+
+def share(rows: np.ndarray, home: np.ndarray) -> None:
+    """Gives all processes rows [n, ...], of which row i is that of process `home[i]`.
+
+    Rows whose `home` is -1 are everywhere already. All processes call it together.
+    """
+    count = np.bincount(home[home >= 0], minlength=jax.process_count())
+    if jax.process_count() == 1 or not rows.size or not count.max():
+        return
+    flat, own = rows.reshape(len(rows), -1).view(np.uint8), jax.process_index()
+    mine = np.zeros((count.max(), flat.shape[1]), np.uint8)
+    mine[: count[own]] = flat[home == own]
+    every = multihost_utils.process_allgather(mine)
+    for process in range(len(count)):
+        flat[home == process] = every[process][: count[process]]
 
 
 def _by_part(part: np.ndarray) -> Iterator[tuple[int, slice | np.ndarray]]:
@@ -250,35 +314,77 @@ def whole_template(state: types.RoundState, num_clients: int) -> types.RoundStat
     return _shaped(state, state.round.shape[0], num_clients)
 
 
-def compressed(state: types.RoundState, common: Sequence[Any]) -> Kept:
-    """A state of all clients as `Kept`.
+class Found(NamedTuple):
+    """Rows that were saved, in either form, which are read leaf by leaf.
 
-    `state` has leaves [variants, K, ...], and `common` a row for each variant, leaves
-    [...]. A client with this row counts as one that has not trained.
+    `rows` are the leaves with all rows, `lead` axes before those of a row, and `ids`
+    int64[n] the clients of each variant in their order. `common` are leaves [variants,
+    ...] with the row of all other clients, None = there are none. `structure` is that
+    of leaves in a state.
     """
-    rows = jax.tree.map(np.asarray, state.private)
-    ids = [
-        np.flatnonzero(differ(stacked.at(rows, variant), row))
-        for variant, row in enumerate(common)
-    ]
-    count = np.array([len(one) for one in ids])
-    chosen = jax.tree.map(
-        lambda leaf: np.concatenate([leaf[v][one] for v, one in enumerate(ids)]), rows
-    )
-    state = state.with_private(chosen)
-    return Kept(state, stacked.on_host(common), np.concatenate(ids), count)
 
+    structure: Any
+    rows: list[Any]
+    lead: int
+    ids: list[np.ndarray]
+    common: list[np.ndarray] | None
 
-def expanded(found: Kept, num_clients: int) -> types.RoundState:
-    """The state of all clients, leaves [variants, K, ...], from the rows kept."""
+    def shape(self, index: int) -> tuple[int, ...]:
+        """The shape of a row in leaf `index`."""
+        return tuple(self.rows[index].shape[self.lead :])
 
-    def whole(rows: np.ndarray, common: np.ndarray) -> np.ndarray:
-        out = np.repeat(np.asarray(common)[:, None], num_clients, 1)
-        for variant in range(len(found.count)):
-            part = found.part(variant)
-            out[variant, found.ids[part]] = rows[part]
+    def blocks(self, index: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(variant, clients int[n], their rows [n, ...] in leaf `index`), in order.
+
+        The leaf is never in memory as a whole.
+        """
+        client = np.concatenate(self.ids)
+        variant = np.repeat(np.arange(len(self.ids)), [len(one) for one in self.ids])
+        pieces, done = views.pieces_of(self.rows[index]), 0
+        for rows in views.in_rows(pieces, self.shape(index)):
+            of_block = variant[done : done + len(rows)]
+            for one in np.unique(of_block).tolist():
+                here = np.flatnonzero(of_block == one)
+                cut = slice(int(here[0]), int(here[-1]) + 1)
+                yield one, client[done : done + len(rows)][cut], rows[cut]
+            done += len(rows)
+
+    def other_than(self, common: Sequence[Any], num_clients: int) -> list[np.ndarray]:
+        """int64[n] for each variant: the clients whose rows differ in bytes from one.
+
+        `common` are leaves [variants, ...] of it. All leaves are read once.
+        """
+        found = np.zeros((len(self.ids), num_clients), bool)
+        for index, leaf in enumerate(common):
+            for variant, ids, rows in self.blocks(index):
+                found[variant, ids] |= differ(rows, leaf[variant])
+        return [np.flatnonzero(one) for one in found]
+
+    def whole(self, index: int, num_clients: int) -> np.ndarray:
+        """Leaf `index` of all K clients, [variants, K, ...]."""
+        if self.common is None:
+            return views.materialised(self.rows[index])
+        out = np.repeat(self.common[index][:, None], num_clients, 1)
+        for variant, ids, rows in self.blocks(index):
+            out[variant, ids] = rows
         return out
 
-    state = found.state
-    rows = jax.tree.map(whole, state.private, found.common)
-    return state.with_private(rows)
+
+def opened(
+    found: types.RoundState | Kept, num_clients: int
+) -> tuple[types.RoundState, Found]:
+    """A state that was saved without its rows, which are still to be read, and these.
+
+    `found` has leaves as in `views`, and all processes read them in the same order.
+    """
+    state, lead, common = found, 2, None
+    if isinstance(found, Kept):
+        state, lead = found.state, 1
+        common, ids, count = jax.tree.map(views.materialised, found[1:])
+        common = [np.asarray(leaf) for leaf in jax.tree.leaves(common)]
+        ids = np.split(ids, np.cumsum(count)[:-1])
+    alone = jax.tree.map(views.materialised, state.with_private(((), ())))
+    if lead == 2:
+        ids = [np.arange(num_clients)] * len(alone.round)
+    rows, structure = jax.tree.flatten(state.private)
+    return alone, Found(structure, rows, lead, ids, common)

@@ -35,14 +35,14 @@ class Chunk(NamedTuple):
     ids: list[list[np.ndarray]]
     slot: np.ndarray
 
-    def parts(self) -> Iterator[tuple[int, np.ndarray, slice]]:
-        """(variant, clients int[n], their place among the D * m), if there are any."""
+    def parts(self) -> Iterator[tuple[int, int, np.ndarray, slice]]:
+        """(variant, device, clients int[n], their place among the D * m), n > 0."""
         size = self.slot.shape[1] // len(self.ids[0])
         for variant, of_devices in enumerate(self.ids):
             for device, ids in enumerate(of_devices):
                 if len(ids):
                     begin = device * size
-                    yield variant, ids, slice(begin, begin + len(ids))
+                    yield variant, device, ids, slice(begin, begin + len(ids))
 
 
 def chunks(
@@ -86,6 +86,13 @@ def taken(rows: Any, chunk: Chunk, how: execution.Execution) -> Any:
     found = _program(_take, how, *_key(rows))(rows, chunk.slot)
     execution.read_soon(found)
     return found
+
+
+def of_devices(leaf: jax.Array, chunk: Chunk) -> dict[int, np.ndarray]:
+    """A leaf of `taken` as the parts of this process's devices, [variants, m, ...]."""
+    size = chunk.slot.shape[1] // len(chunk.ids[0])
+    parts = {(x.index[1].start or 0) // size: x.data for x in leaf.addressable_shards}
+    return {device: np.asarray(part) for device, part in parts.items()}
 
 
 def put(rows: Any, chunk: Chunk, values: Any, how: execution.Execution) -> Any:

@@ -96,6 +96,18 @@ def materialised(leaf: Any) -> Any:
     return filled(leaf.shape, leaf.dtype, leaf.pieces())
 
 
+def in_rows(pieces: Iterator[np.ndarray], shape: Sequence[int]) -> Iterator[np.ndarray]:
+    """Numbers in flat pieces as whole rows, [n, *shape] at once, in the same order."""
+    size, rest = math.prod(shape), None
+    for piece in pieces:
+        if rest is not None and rest.size:
+            piece = np.concatenate([rest, piece])
+        count = piece.size // size
+        if count:
+            yield piece[: count * size].reshape(count, *shape)
+        rest = piece[count * size :]
+
+
 def filled(shape: Sequence[int], dtype: Any, pieces: Iterator[np.ndarray]) -> Any:
     """An array of the next of these pieces, as many as it takes."""
     array, done = np.empty(math.prod(shape), dtype), 0

@@ -138,7 +138,7 @@ class Workdir(loop.Listener):
         if restored:
             round, host = restored
             arrays = processes.arrays_of_first(
-                self._restored and self._restored[1], self.run.saved_templates()[0]
+                self._restored and self._restored[1], self.run.saved_templates()
             )
             self._restored, self.records = None, list(host["records"])
             try:

@@ -7,6 +7,7 @@ clock, a signal or a disk are made in process 0, or by all together, and sent to
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -14,12 +15,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from fedjax_pfl.rows import views
 
 # Seconds until all processes must have joined, until a dead one is noticed, until all
 # must have ended, and until all must have called a function that needs all of them.
@@ -299,30 +302,60 @@ def on_first(act: Callable[[], Any]) -> Any:
     return done
 
 
-def arrays_of_first(arrays: Any, template: Any) -> Any:
-    """Sends a pytree of arrays of process 0 to all, on the host, leaf by leaf."""
+def arrays_of_first(arrays: Any, templates: Sequence[Any]) -> Any:
+    """Sends a pytree of process 0 to all, whose leaves are as in `checkpoint.restore`.
+
+    `templates` are its shapes in each form that it may have. Leaves but keys are sent
+    piece by piece when they are read, and all processes read them in the same order.
+    """
     if not several():
         return arrays
-    like, structure = jax.tree.flatten(template)
+
+    def found() -> list[Any]:
+        forms = [jax.tree.structure(one) for one in templates]
+        sizes = [list(leaf.shape) for leaf in jax.tree.leaves(arrays)]
+        return [forms.index(jax.tree.structure(arrays)), sizes]
+
+    form, sizes = on_first(found)
+    like, structure = jax.tree.flatten(templates[form])
     sent = jax.tree.leaves(arrays) if is_first() else [None] * len(like)
 
-    def one(leaf: Any, like: Any) -> Any:
-        is_key = jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key)
-        if is_key:
-            leaf = None if leaf is None else jax.random.key_data(leaf)
-            like = jax.eval_shape(jax.random.key_data, like)
-        shape = like.shape
-        if -1 in shape:  # an axis of any length, see `checkpoint.restore`
-            shape = tuple(on_first(lambda: list(leaf.shape)))
-        if leaf is None:
-            leaf = np.zeros(shape, like.dtype)
-        # Sent as bytes, since jax may not have 64-bit numbers.
-        bits = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
-        got = np.asarray(multihost_utils.broadcast_one_to_all(bits))
-        array = got.view(like.dtype).reshape(shape)
-        return jax.random.wrap_key_data(array) if is_key else array
+    def one(leaf: Any, like: Any, shape: list[int]) -> Any:
+        if not views.is_key(like):
+            return _streamed_by_first(leaf, tuple(shape), np.dtype(like.dtype))
+        data = jax.eval_shape(jax.random.key_data, like)
+        if is_first():
+            leaf = np.asarray(jax.random.key_data(leaf))
+        data = _streamed_by_first(leaf, data.shape, np.dtype(data.dtype))
+        return jax.random.wrap_key_data(views.materialised(data))
 
-    return structure.unflatten(map(one, sent, like))
+    return structure.unflatten(map(one, sent, like, sizes))
+
+
+def _streamed_by_first(
+    leaf: Any, shape: tuple[int, ...], dtype: np.dtype
+) -> views.Streamed:
+    """An array of process 0, None in others, whose pieces it sends to all."""
+
+    def pieces() -> Iterator[np.ndarray]:
+        found = views.pieces_of(leaf) if is_first() else iter(())
+        piece, left = np.zeros(0, dtype), math.prod(shape)
+
+        def read() -> int:
+            nonlocal piece
+            piece = next(found)
+            return piece.size
+
+        while left:
+            size = on_first(read)
+            if not is_first():
+                piece = np.zeros(size, dtype)
+            # Sent as bytes, since jax may not have 64-bit numbers.
+            bits = multihost_utils.broadcast_one_to_all(piece.view(np.uint8))
+            yield np.asarray(bits).view(dtype)
+            left -= size
+
+    return views.Streamed(shape, dtype, pieces)
 
 
 def check_equal(values: Mapping[str, Any], hint: str) -> None:

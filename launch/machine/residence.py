@@ -34,11 +34,6 @@ def place(config: schema.Config) -> str | None:
                 f"--client_state={name}: expected device, replicated, host or a folder "
                 f"to which rows can be written ({error.strerror})"
             ) from error
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"--client_state={name}: several processes keep all rows on their devices; "
-            "omit it, or start one process"
-        )
     return "" if name == "host" else str(pathlib.Path(name).expanduser())
 
 

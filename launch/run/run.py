@@ -13,6 +13,7 @@ import numpy as np
 from fedjax_pfl import each_client, measures, metric_kinds, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.metric_kinds import Kind
+from fedjax_pfl.rows import views
 from launch.assemble import assemble, computed, notes
 from launch.config import limits, sweep
 from launch.machine import devices, memory
@@ -379,7 +380,7 @@ class Run:
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
     ) -> None:
-        """Loads what `saved` returned after `round` rounds."""
+        """Loads what `saved` returned after `round` rounds, with leaves as in views."""
         host, how = dict(host), self.task.execution
         # Earlier versions saved (chunk, lanes), and had no chunks beside lanes.
         before, lanes = host.pop("side_by_side", (how.chunk, 0))
@@ -388,9 +389,10 @@ class Run:
         if self.parts_with and chunk != how.chunk:
             self.compute(how._replace(chunk=chunk))
         self.metrics = list(metrics)
-        self._keep_accuracies(host.pop("window"), arrays["accuracies"])
+        accuracies = views.materialised(arrays["accuracies"])
+        self._keep_accuracies(host.pop("window"), accuracies)
         if self.history is not None:
-            self.history.arrays = list(arrays["history"])
+            self.history.arrays = list(views.materialised(arrays["history"]))
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
         counts = self.totals.messages
         host["messages"] = np.asarray(host["messages"], np.int64).reshape(counts.shape)

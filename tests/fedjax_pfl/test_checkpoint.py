@@ -43,7 +43,8 @@ def template():
 
 
 def plain(tree):
-    """Keys as numbers, so that trees can be compared."""
+    """Keys as numbers and streamed leaves as arrays, so that trees can be compared."""
+    tree = jax.tree.map(views.materialised, tree)
     return tree | {"key": jax.random.key_data(tree["key"])}
 
 

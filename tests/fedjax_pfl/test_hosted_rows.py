@@ -80,9 +80,10 @@ def test_a_store_has_rows_of_those_that_trained(in_file, monkeypatch, tmp_path):
     asked = np.array([8, 1, 0, NUM_CLIENTS, 5, 7, 2])
     expected = [rows[8], common, rows[0], common, rows[5], rows[7], rows[2]]
     np.testing.assert_array_equal(store.read(asked), expected)
-    parts = list(store.parts(asked, 0))
+    parts = list(store.parts(asked[asked < NUM_CLIENTS], 0))
     assert max(map(len, parts)) == 2
-    np.testing.assert_array_equal(np.concatenate(parts), expected)
+    known = [row for row, id in zip(expected, asked, strict=True) if id < NUM_CLIENTS]
+    np.testing.assert_array_equal(np.concatenate(parts), known)
     assert store.trained(np.array([1, 8, 3])).tolist() == [False, True, False]
     # A file has no name, so that nothing stays where a process was killed.
     assert not list(tmp_path.iterdir())
@@ -184,7 +185,7 @@ def _hosted(num_variants, devices=1):
     state = _state(first, num_variants)
     layout = slots.Layout(NUM_CLIENTS, devices, 4 // devices)
     made = kinds.Hosted(layout, _how(devices), state)
-    made.begin(_call(num_variants), state)
+    made.begin(_call(num_variants), jax.tree.map(jnp.asarray, state))
     whole = jax.tree.map(lambda leaf: np.repeat(leaf[:, :1], NUM_CLIENTS, 1), first)
     return made, _state(whole, num_variants)
 
@@ -206,17 +207,58 @@ def test_a_state_is_saved_in_two_forms(tmp_path):
 
     checkpoint.save(tmp_path, 3, made.saved(whole), {})
     round, kept, _ = checkpoint.restore(tmp_path, *made.templates(whole))
-    assert round == 3 and kept.ids.tolist() == [1, 5, 6, 0]
-    assert kept.count.tolist() == [3, 1]
-    assert_equal(store_lib.expanded(kept, NUM_CLIENTS).clients, whole.clients)
+    assert round == 3
+    assert views.materialised(kept.ids).tolist() == [1, 5, 6, 0]
+    assert views.materialised(kept.count).tolist() == [3, 1]
+    every_device = kinds.Replicated(NUM_CLIENTS, _how(1))
+    (state,) = every_device.loaded(kept, [_call(2)])
+    assert_equal(state.clients, whole.clients)
 
     for form in (kept, whole):
         other, _ = _hosted(num_variants=2)
-        list(other.loaded(form, [_call(2)]))
+        other.loaded(form, [_call(2)])
         ids = [other._stores[variant].ids.tolist() for variant in range(2)]
         assert ids == [[1, 5, 6], [0]]
         again = jax.tree.map(views.materialised, other.whole(whole))
         assert_equal(again.clients, whole.clients)
+
+
+def test_a_store_of_one_of_two_processes(monkeypatch):
+    """All know who has trained, in the same places; rows of others take no memory."""
+    rows, stores = rows_of(NUM_CLIENTS), []
+    common = taken(rows_of(1, seed=1), 0)
+    for own in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda own=own: own)
+        stores.append(store_lib.Store(common, NUM_CLIENTS, "", (0, 0, 1)))
+    for ids in (np.array([2, 0, 5]), np.array([5, 8, 4])):
+        for own, store in enumerate(stores):
+            store.claim(ids)
+            for index, name in enumerate(sorted(rows)):
+                store.fill(index, ids, rows[name][ids])
+            mine = ids[(ids % 3 == 2) == bool(own)]
+            assert_equal(store.read(mine), taken(rows, mine))
+    assert [store.ids.tolist() for store in stores] == [[0, 2, 4, 5, 8]] * 2
+    own_order, other_order = [s.in_order(np.array([8, 5, 2])) for s in stores]
+    assert own_order.tolist() == other_order.tolist() == [2, 5, 8]
+    assert [store._used.tolist() for store in stores] == [[2, 3]] * 2
+
+
+def test_rows_travel_between_processes(monkeypatch):
+    """Each process has its own bits afterwards, and those that all had stay."""
+    rows = rows_of(5)["half"].copy()
+    home, wanted = np.array([1, 0, -1, 1, 0]), rows.copy()
+    others = np.zeros((2, 6), np.uint8)
+    others[:] = rows[home == 1].view(np.uint8)
+
+    def gathered(mine):
+        assert mine.tolist() == wanted[home == 0].view(np.uint8).tolist()
+        return np.stack([mine, others])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(store_lib.multihost_utils, "process_allgather", gathered)
+    rows[home == 1] = 0
+    store_lib.share(rows, home)
+    np.testing.assert_array_equal(rows, wanted)
 
 
 def _window(made, first, clients):
@@ -322,10 +364,10 @@ def test_nothing_from_before_a_load_is_left():
 def test_clients_that_begin_apart_are_refused():
     made, whole = _hosted(num_variants=1)
     rows = jax.tree.map(lambda leaf: leaf[:, :4].copy(), whole.clients)
-    made.begin(_call(1), whole.replace(clients=rows))
+    made.begin(_call(1), whole.replace(clients=jax.tree.map(jnp.asarray, rows)))
     rows["count"][0, 2] += 1
     with pytest.raises(ValueError, match="row of its own.*omit it"):
-        made.begin(_call(1), whole.replace(clients=rows))
+        made.begin(_call(1), whole.replace(clients=jax.tree.map(jnp.asarray, rows)))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -344,11 +386,14 @@ def test_chunks_of_rows_leave_a_state_and_enter_it(devices, monkeypatch):
     assert len(cut) == 2
     expected, new = jax.tree.map(np.copy, state), rows_of(NUM_CLIENTS, seed=1)
     for chunk in cut:
-        found = jax.device_get(transfer.taken(rows, chunk, how))
-        values = jax.tree.map(np.zeros_like, found)
-        for variant, mine, place in chunk.parts():
+        found = transfer.taken(rows, chunk, how)
+        values = jax.tree.map(np.zeros_like, jax.device_get(found))
+        parts = jax.tree.map(lambda leaf, c=chunk: transfer.of_devices(leaf, c), found)
+        for variant, device, mine, place in chunk.parts():
             slot = where[variant][[ids[variant].tolist().index(i) for i in mine]]
-            there = taken(found, (variant, place))
+            assert set(slot // layout.rows_per_device) == {device}
+            of_device = {name: leaf[device] for name, leaf in parts.items()}
+            there = taken(of_device, (variant, slice(len(mine))))
             assert_equal(there, taken(state, (variant, slot)))
             for name, leaf in values.items():
                 leaf[variant, place] = new[name][mine]

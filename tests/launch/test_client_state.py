@@ -275,12 +275,14 @@ def test_rows_that_both_windows_need_stay_on_the_devices(vectors):
     both = np.intersect1d(old.ids, new.ids)
     assert 0 < len(both) < len(new.ids)
     np.testing.assert_array_equal(old.slots_of(both), new.slots_of(both))
-    read = [ids for chunk, *_ in after.ahead[0][1] for _, ids, _ in chunk.parts()]
+    read = [ids for chunk, *_ in after.ahead[0][1] for _, _, ids, _ in chunk.parts()]
     assert not np.isin(np.concatenate(read), both).any()
     call = simulation.calls[0]
     simulation.rows.before(call, after)
     left = [
-        ids for chunk, _ in simulation.rows._leaving[0] for _, ids, _ in chunk.parts()
+        ids
+        for chunk, _ in simulation.rows._leaving[0]
+        for _, _, ids, _ in chunk.parts()
     ]
     assert set(np.concatenate(left)) == set(np.concatenate(old.drawn))
     simulation.advance_to(6)

@@ -29,6 +29,15 @@ OPTIONS = {
     "eval_every": 2000,
     "checkpoint_every": 2,
 }
+# As a user starts it, and where devices have room for few rows
+MAIN = ["-m", "launch.main"]
+FEW_ROWS = """
+import sys
+from fedjax_pfl.rows import kinds
+from launch import main
+kinds.RESIDENT_BYTES = 1
+main.main(["main", *sys.argv[1:]])
+"""
 
 
 def free_port():
@@ -49,7 +58,7 @@ def together(tmp_path, blobs):
     """Starts two processes of two devices each."""
     started = []
 
-    def run(*options, **changed):
+    def run(*options, python=MAIN, **changed):
         address = f"localhost:{free_port()}"
         flags = [f"--{name}={value}" for name, value in (OPTIONS | changed).items()]
         flags += [f"--dataset={blobs}", f"--workdir={tmp_path / 'run'}", *options]
@@ -58,7 +67,7 @@ def together(tmp_path, blobs):
             "JAX_PLATFORMS": "cpu",
         }
         for index in range(2):
-            command = [sys.executable, "-m", "launch.main", *flags]
+            command = [sys.executable, *python, *flags]
             command.append(f"--distributed={address},2,{index}")
             started.append(
                 subprocess.Popen(
@@ -123,6 +132,25 @@ def test_rows_of_peers_of_two_processes(together, tmp_path, blobs):
     alone = build.experiment(dataset=blobs, **options)
     alone.run(progress=False)
     assert alone.task.execution.shares_rows
+    for one, other in zip(found.state.private, alone.state.private, strict=True):
+        chex.assert_trees_all_close(one, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", ["host", "device"])
+def test_rows_on_the_hosts_of_two_processes(together, tmp_path, blobs, kept):
+    """As one process with rows on the devices, in windows, resumed from either form."""
+    options = OPTIONS | {"algo": "pfedsd", "num_clients": 22}
+    python = ["-c", FEW_ROWS]
+    first = {"rounds": 2, "client_state": kept}
+    second = {"rounds": 5, "client_state": "host"}
+    for more, resume in ((first, ()), (second, ("--resume",))):
+        for one in together(*resume, python=python, **options | more):
+            _, error = one.communicate(timeout=200)
+            assert one.returncode == 0, error
+    found = build.load(tmp_path / "run", client_state="device")
+    alone = build.experiment(dataset=blobs, rounds=5, **options)
+    alone.run(progress=False)
     for one, other in zip(found.state.private, alone.state.private, strict=True):
         chex.assert_trees_all_close(one, other, rtol=0, atol=1e-6)
 
