@@ -68,7 +68,8 @@ class Compiled:
     ) -> tuple[Callable, float]:
         """(executable for such arguments, seconds that compiling took in this call).
 
-        `while_compiling` returns a context that is entered while it is compiled.
+        `while_compiling` returns a context that is entered while it is compiled. Then
+        it waits until all processes have compiled it.
         """
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple(jax.typeof(leaf) for leaf in leaves)
@@ -78,6 +79,9 @@ class Compiled:
         with while_compiling():
             executable = self.lower(*args).compile()
         self._by_shape[key] = executable, time.perf_counter() - begin
+        # Each process compiles separately. A program's first collective waits half a
+        # minute for the others, this waits as long as it takes.
+        execution.wait_for_all("compiled")
         return self._by_shape[key]
 
 

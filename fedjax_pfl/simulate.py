@@ -166,12 +166,12 @@ class Simulation:
         """Makes the state before the first round, once."""
         for call in self.calls:
             if call.state is None:
-                begin = time.perf_counter()
+                begin, compiled = time.perf_counter(), self.compile_seconds
                 args = call.init_args(self.data)
-                executable, _ = self._compiled(self.program.init, args)
+                executable = self._executable(self.program.init, args)
                 state = jax.block_until_ready(executable(*args))
                 call.state = self.rows.begin(call, state)
-                self.compile_seconds += time.perf_counter() - begin
+                self.compile_seconds = compiled + time.perf_counter() - begin
 
     def load(
         self,
@@ -296,8 +296,7 @@ class Simulation:
         call = self.calls[index]
         first, count = call.round - window.first, until - call.round
         args = self._round_args(call, window.cohorts[index], first, count)
-        executable, compiling = self._compiled(self.program.rounds, args)
-        self.compile_seconds += compiling
+        executable = self._executable(self.program.rounds, args)
         work = Work(*(one[first : first + count] for one in window.work[index]))
         self._free_since = time.perf_counter()
         call.launch(executable, args, until, work)
@@ -423,9 +422,7 @@ class Simulation:
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
 
     def _dispatched(self, function: program_lib.Compiled, args: tuple) -> Any:
-        executable, seconds = self._compiled(function, args)
-        self.compile_seconds += seconds
-        out = executable(*args)
+        out = self._executable(function, args)(*args)
         execution_lib.read_soon(out)
         return out
 
@@ -449,9 +446,7 @@ class Simulation:
         It is compiled now if necessary, and the run uses it.
         """
         args = self._first_args(name)
-        executable, seconds = self._compiled(getattr(self.program, name), args)
-        self.compile_seconds += seconds
-        return executable
+        return self._executable(getattr(self.program, name), args)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """The `programs` of the first call, ready to be compiled."""
@@ -493,16 +488,13 @@ class Simulation:
         cohort, ids = execution_lib.place((block.cohort, block.ids), everywhere)
         return call.floats, block.state, cohort, self.data, partition, ids
 
-    def _compiled(
-        self, function: program_lib.Compiled, args: tuple
-    ) -> tuple[Callable, float]:
-        """`function.ahead`, then a wait for all processes if it compiled."""
-        found = function.ahead(*args, while_compiling=self.while_compiling)
-        if found[1]:
-            # Each process compiles separately. A program's first collective waits half
-            # a minute for the others, this waits as long as it takes.
-            execution_lib.wait_for_all("compiled")
-        return found
+    def _executable(self, function: program_lib.Compiled, args: tuple) -> Any:
+        """The function for such arguments, compiled now if it is not yet."""
+        executable, seconds = function.ahead(
+            *args, while_compiling=self.while_compiling
+        )
+        self.compile_seconds += seconds
+        return executable
 
     def _placed(
         self, state: types.RoundState, place: Callable = execution_lib.place
