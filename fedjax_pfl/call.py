@@ -4,6 +4,7 @@ A variant is a seed at a point of a sweep, or just a seed where there is no swee
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -92,6 +93,7 @@ class Call:
         evaluated: What was dispatched to evaluate the present state, None = nothing.
         launched: (results, the round after them, work) of rounds that were dispatched
             and took the present state's memory, None = nothing. See `land`.
+        free_since: Since when the devices can compute these, `time.perf_counter()`.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
@@ -106,6 +108,7 @@ class Call:
     pending: tuple[Any, jax.Array, jax.Array, Any, Work] | None = None
     evaluated: Any = None
     launched: tuple[Any, int, Work] | None = None
+    free_since: float = 0.0
     metrics: Metrics = dataclasses.field(default_factory=dict)
 
     @property
@@ -128,6 +131,7 @@ class Call:
 
     def launch(self, executable: Callable, args: tuple, until: int, work: Work) -> None:
         """Dispatches rounds up to `until`; all else stays as it is until `land`."""
+        self.free_since = time.perf_counter()
         # The call takes the old state's buffers: no function may be called before
         # the new state is stored, or an interrupt could lose both.
         self.launched = executable(*args), until, work

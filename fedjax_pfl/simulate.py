@@ -89,9 +89,8 @@ class Simulation:
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
         self._has_evaluated = False
-        # Seconds of a round of the last call, so many that the first call has one, and
-        # since when the launched ones train.
-        self._round_seconds, self._free_since = CALL_SECONDS, 0.0
+        # Seconds of a round of the last call, so many that the first call has one
+        self._round_seconds = CALL_SECONDS
 
     @property
     def round(self) -> int:
@@ -230,7 +229,11 @@ class Simulation:
                 # What another call evaluates is no training.
                 jax.block_until_ready([one.evaluated for one in self.calls])
                 self._launch(index, window, until)
-            started, entered = self._free_since, time.perf_counter()
+            started = call.free_since
+            if has_ended:
+                # They ended while the host did other work, and count like earlier ones.
+                expected = (until - begin) * self._round_seconds
+                started = max(started, time.perf_counter() - expected)
             call.land()
             try:
                 if is_due(until) and self._evaluates_ahead:
@@ -243,10 +246,6 @@ class Simulation:
                 self.rows.during(call, ahead and ahead.rows)
             finally:
                 call.settle(self.totals)
-            if has_ended:
-                # They ended while the host did other work, and count like earlier ones.
-                expected = (until - begin) * self._round_seconds
-                started = max(started, entered - expected)
             seconds += time.perf_counter() - started
         # All processes must run calls of the same length.
         seconds = execution_lib.agreed(seconds)
@@ -298,7 +297,6 @@ class Simulation:
         args = self._round_args(call, window.cohorts[index], first, count)
         executable = self._executable(self.program.rounds, args)
         work = Work(*(one[first : first + count] for one in window.work[index]))
-        self._free_since = time.perf_counter()
         call.launch(executable, args, until, work)
 
     def _current_window(self, round: int, stop: int) -> Window:
@@ -331,7 +329,7 @@ class Simulation:
             shared, found = jax.device_get(call.evaluated or self._evaluated(call))
             if call.launched is not None:
                 # They begin now, and have taken the state, so that there is no other.
-                self._free_since = time.perf_counter()
+                call.free_since = time.perf_counter()
             else:
                 call.evaluated = None
             parts = call.partition.measured()

@@ -190,7 +190,8 @@ def test_seconds_are_those_of_training(blobs, launched, monkeypatch):
         now[0] += 100
 
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(simulate, "time", clock)
+    for module in (simulate, call_lib):
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(progress.Progress, "on_call", slow)
     one = small(blobs)
     one.run()
