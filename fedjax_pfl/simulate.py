@@ -7,17 +7,18 @@ of the next rounds' plans on the device. Meanwhile the host prepares the next.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from fedjax_pfl import call as call_lib
-from fedjax_pfl import evaluate, metric_kinds, stacked, types, windows
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
+from fedjax_pfl import stacked, types, windows
 from fedjax_pfl.call import Call, Totals, Work
+from fedjax_pfl.evaluations import Evaluations
 from fedjax_pfl.rows import kinds, views
 from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
@@ -39,6 +40,7 @@ class Simulation:
         while_compiling: Returns a context that is entered while something is compiled.
         variants: The seeds and points of a sweep.
         rows, windows: Where the private rows live, and the plans of the next rounds.
+        evaluations: The evaluations with the present program.
         calls: The variants, by call of the program. On accelerators all seeds are in
             one call, or of a sweep all points of a seed, which share its plans. On a
             CPU each variant is a call, because a loop over them inside the program
@@ -88,7 +90,7 @@ class Simulation:
         given = planner, len(seeds), self.calls, specs, execution, self.rows
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
-        self._has_evaluated = False
+        self._use(program, execution)
         # Seconds of a round of the last call, so many that the first call has one
         self._round_seconds = CALL_SECONDS
 
@@ -236,8 +238,9 @@ class Simulation:
                 started = max(started, time.perf_counter() - expected)
             call.land()
             try:
-                if is_due(until) and self._evaluates_ahead:
-                    call.evaluated = self._evaluated(call)
+                if is_due(until) and self.evaluations.goes_ahead:
+                    given = call, self._executable
+                    call.evaluated = self.evaluations.dispatch(*given)
                 if not is_planned and until == window.end < end:
                     ahead = self.windows.make(until, end)
                 elif not is_planned and window.end < end:
@@ -306,12 +309,17 @@ class Simulation:
         self._fit_program()
         return self._window
 
+    def _use(self, program: program_lib.Program, execution: types.Execution) -> None:
+        """Continues with a program, whose evaluations have to be compiled first."""
+        self.program, self.execution = program, execution
+        given = program, execution, self.data, self.rows, self.windows
+        self.evaluations = Evaluations(*given)
+
     def _fit_program(self) -> None:
         """Takes the program for as many rows as there are; a window may need more."""
         num_rows = self.rows.layout.num_rows
         if self.program.num_rows != num_rows:
-            self.program = self._with_rows(num_rows, self.execution)
-            self._has_evaluated = False
+            self._use(self._with_rows(num_rows, self.execution), self.execution)
 
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.
@@ -326,111 +334,27 @@ class Simulation:
         for call in self.calls:
             call.settle(self.totals)
             self.rows.after(call)
-            shared, found = jax.device_get(call.evaluated or self._evaluated(call))
+            found = call.evaluated or self.evaluations.dispatch(call, self._executable)
+            found = jax.device_get(found)
             if call.launched is not None:
                 # They begin now, and have taken the state, so that there is no other.
                 call.free_since = time.perf_counter()
             else:
                 call.evaluated = None
-            parts = call.partition.measured()
-            what = self.program.algorithm, self.program.scoring.score
-            measured = [
-                call.measured(partition, shared[name], found[name], *what)
-                for name, partition in parts.items()
-            ]
+            measured = self.evaluations.read(call, *found)
             of_rounds = call.of_rounds(self.totals, self.program.algorithm)
-            for rounds, *every in zip(of_rounds, *measured, strict=True):
-                values = dict(every[0][0])
-                for prefix, (one, _) in zip([*parts][1:], every[1:], strict=True):
-                    values |= metric_kinds.prefixed(prefix, one)
-                out.append((values | rounds, every[0][1]))
-        self._has_evaluated = True
-        return out
-
-    @property
-    def _evaluates_ahead(self) -> bool:
-        """Whether an evaluation can be dispatched before its rounds are done.
-
-        It cannot where the host has rows, and should not if it has to be compiled.
-        """
-        adapts = self.program.scoring.adapts is not None
-        goes_by_block = self.rows.goes_by_block(self.program.algorithm)
-        return self._has_evaluated and not adapts and not goes_by_block
-
-    def _evaluated(self, call: Call) -> tuple[dict[str, Any], dict[str, list]]:
-        """Dispatches an evaluation of a call's state, without waiting for results.
-
-        Returns (`of_shared`, [(clients of a block, their `of_clients`)]), both by the
-        names of `Partition.measured`.
-        """
-        program, shared, found = self.program, {}, {}
-        for block in self._blocks(call):
-            members = self._members(call, block)
-            for name, partition in call.partition.measured().items():
-                args = self._evaluate_args(call, block, partition)
-                if name not in shared:
-                    shared[name] = self._dispatched(program.of_shared, args[:-1])
-                of_clients = self._dispatched(program.of_clients, args)
-                if members is not None:
-                    args = *args[:-1], members
-                    adapted = self._dispatched(program.of_adapted, args)
-                    of_clients["adapted"] = adapted
-                found.setdefault(name, []).append((block.ids, of_clients))
-            if self.rows.goes_by_block(program.algorithm):
-                jax.block_until_ready(found)
-            del block, args  # their memory is free before the next
-        return shared, found
-
-    def _members(self, call: Call, block: kinds.Block) -> types.Cohort | None:
-        """The clients of a block, [S, ...], with the plan by which they adapt."""
-        spec = self.program.scoring.adapts
-        if spec is None:
-            return None
-        ids = np.broadcast_to(block.ids, (len(call.seeds), block.ids.shape[-1]))
-        counts = np.asarray(call.partition.adapting.count)
-        planner = self.windows.planner
-        every = [
-            planner.members(seed, call.round, *mine, spec)
-            for seed, *mine in zip(call.seeds, ids, counts, strict=True)
-        ]
-        longest = max(one.plans["adapt"].position.shape[1] for one in every)
-
-        def padded(one: types.Cohort) -> types.Cohort:
-            plan = one.plans["adapt"]
-            short = longest - plan.position.shape[1]
-            position = np.pad(plan.position, ((0, 0), (0, short)))
-            return one.replace(plans={"adapt": plan.replace(position=position)})
-
-        members = jax.tree.map(lambda *x: np.stack(x), *map(padded, every))
-        return execution_lib.place(members, execution_lib.replicated(self.execution))
-
-    def _blocks(self, call: Call) -> Iterator[kinds.Block]:
-        """The clients of a call in blocks, with the next round's cohorts."""
-        drawn = [self.windows.planner.drawn(seed, call.round) for seed in call.seeds]
-
-        def sampled(place: int) -> np.ndarray | None:
-            count = self.program.scoring.num_sampled
-            if not count or isinstance(call.state.round, jax.ShapeDtypeStruct):
-                return None
-            key = call.state.key[place * self.variants.num_points]
-            return np.asarray(
-                evaluate.sampled_clients(key, self.rows.num_clients, count)
-            )
-
-        return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
-
-    def _dispatched(self, function: program_lib.Compiled, args: tuple) -> Any:
-        out = self._executable(function, args)(*args)
-        execution_lib.read_soon(out)
+            for (values, accuracies), rounds in zip(measured, of_rounds, strict=True):
+                out.append((values | rounds, accuracies))
+        self.evaluations.has_evaluated = True
         return out
 
     def compute(
         self, program: program_lib.Program, planner: Planner, execution: types.Execution
     ) -> None:
         """Continues with clients in other chunks, which only changes the speed."""
-        self.program, self.execution = program, execution
         self.windows.compute(planner, execution)
-        self._window, self._has_evaluated = None, False
+        self._window = None
+        self._use(program, execution)
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -464,12 +388,7 @@ class Simulation:
         if name == "rounds":
             window = self._current_window(call.round, self.rounds)
             return self._round_args(call, window.cohorts[0], 0, 1)
-        tested = call.partition.measured()[""]
-        block = next(self._blocks(call))
-        args = self._evaluate_args(call, block, tested)
-        if name == "of_adapted":
-            return *args[:-1], self._members(call, block)
-        return args if name == "of_clients" else args[:-1]
+        return self.evaluations.first_args(name, call)
 
     def _round_args(
         self, call: Call, cohorts: types.Cohort, first: int, count: int
@@ -477,14 +396,6 @@ class Simulation:
         """Arguments of `Program.rounds`."""
         rounds = np.int32(first), np.int32(count)
         return call.floats, call.state, cohorts, *rounds, self.data, call.partition
-
-    def _evaluate_args(
-        self, call: Call, block: kinds.Block, partition: types.Partition
-    ) -> tuple[Any, ...]:
-        """Arguments of `Program.of_clients`; without the last, of `of_shared`."""
-        everywhere = execution_lib.replicated(self.execution)
-        cohort, ids = execution_lib.place((block.cohort, block.ids), everywhere)
-        return call.floats, block.state, cohort, self.data, partition, ids
 
     def _executable(self, function: program_lib.Compiled, args: tuple) -> Any:
         """The function for such arguments, compiled now if it is not yet."""
