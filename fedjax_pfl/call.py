@@ -120,6 +120,13 @@ class Call:
         """Arguments of `Program.init`; `data` without its partition."""
         return self.floats, data, self.partition, self.values
 
+    def round_args(
+        self, data: types.Data, cohorts: types.Cohort, first: int, count: int
+    ) -> tuple[Any, ...]:
+        """Arguments of `Program.rounds` for some of the rounds of a window."""
+        rounds = np.int32(first), np.int32(count)
+        return self.floats, self.state, cohorts, *rounds, data, self.partition
+
     def load(self, round: int, state: types.RoundState, metrics: Metrics) -> None:
         """Continues from the state of all variants after `round` rounds."""
         self.state, self.round, self.pending = state, round, None

@@ -297,7 +297,7 @@ class Simulation:
         """Dispatches the rounds of a call up to `until`."""
         call = self.calls[index]
         first, count = call.round - window.first, until - call.round
-        args = self._round_args(call, window.cohorts[index], first, count)
+        args = call.round_args(self.data, window.cohorts[index], first, count)
         executable = self._executable(self.program.rounds, args)
         work = Work(*(one[first : first + count] for one in window.work[index]))
         call.launch(executable, args, until, work)
@@ -387,15 +387,8 @@ class Simulation:
         call = dataclasses.replace(call, state=placed)
         if name == "rounds":
             window = self._current_window(call.round, self.rounds)
-            return self._round_args(call, window.cohorts[0], 0, 1)
+            return call.round_args(self.data, window.cohorts[0], 0, 1)
         return self.evaluations.first_args(name, call)
-
-    def _round_args(
-        self, call: Call, cohorts: types.Cohort, first: int, count: int
-    ) -> tuple[Any, ...]:
-        """Arguments of `Program.rounds`."""
-        rounds = np.int32(first), np.int32(count)
-        return call.floats, call.state, cohorts, *rounds, self.data, call.partition
 
     def _executable(self, function: program_lib.Compiled, args: tuple) -> Any:
         """The function for such arguments, compiled now if it is not yet."""
