@@ -11,19 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import (
-    each_client,
-    evaluate,
-    execution,
-    scores,
-    stacked,
-    traffic,
-    types,
-)
+from fedjax_pfl import each_client, execution, stacked, traffic, types
 from fedjax_pfl.variants import Variants
-
-# The means over clients that are taken apart for those that never train
-_MEANS = "accuracy", "loss", "perplexity", "masked_perplexity"
 
 # (sums, counts) of the last round by name, a float for each variant.
 Metrics = Mapping[str, tuple[list[float], list[float]]]
@@ -180,46 +169,6 @@ class Call:
             setattr(totals, name, getattr(totals, name) + int(counts.sum()))
         self.pending = None
 
-    def measured(
-        self,
-        partition: types.Partition,
-        shared: Any,
-        blocks: Sequence[tuple[np.ndarray, Any]],
-        algorithm: types.Algorithm,
-        score: scores.Score,
-    ) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of its variants, as `Simulation.evaluate` returns them.
-
-        They are measured on the test rows of `partition`, one of `Partition.measured`.
-        `shared` is the result of `Program.of_shared` as numpy, leaves [variants, ...].
-        `blocks` have clients int[seeds, R] and the result of `Program.of_clients` for
-        these, leaves [variants, ...].
-        """
-        out, test = [], jax.tree.map(np.asarray, partition.test)
-        is_unseen = partition.is_unseen
-        for slot, (_, seed) in enumerate(self.pairs):
-            place = self.seeds.index(seed)
-            mine = [
-                (ids[place % len(ids)], stacked.at(found, slot))
-                for ids, found in blocks
-            ]
-            count = test.count[place]
-            given = stacked.at(shared, slot), mine, len(count)
-            counts = evaluate.joined(*given, algorithm.trained is not None)
-            union = int((test.row[place] >= 0).sum())
-            unseen = is_unseen[place]
-            values, accuracies = _split_metrics(score, counts, count, union, unseen)
-            adapted = [(ids, one["adapted"]) for ids, one in mine if "adapted" in one]
-            if adapted:
-                counts = evaluate.joined({"serving": ()}, adapted, len(count))
-                alone = score.without_measures, counts, count, 0, unseen
-                found, tuned = _split_metrics(*alone)
-                values |= _fine_tuned(found)
-                if accuracies is not None and tuned is not None:
-                    accuracies = np.stack([accuracies, tuned])
-            out.append((values, accuracies))
-        return out
-
     def of_rounds(
         self, totals: Totals, algorithm: types.Algorithm
     ) -> list[dict[str, float]]:
@@ -268,55 +217,3 @@ def made(
         chosen = np.asarray([seeds[seed] for seed in of_call], np.uint32)
         calls.append(Call(mine, of_call, pairs, chosen, floats, placed[of_call]))
     return calls
-
-
-def _split_metrics(
-    score: scores.Score,
-    counts: dict[str, Any],
-    count: np.ndarray,
-    union: int,
-    unseen: np.ndarray,
-) -> scores.Metrics:
-    """`Classes.metrics` of the clients that may train, and the means of the others.
-
-    The mean over `unseen` bool[K] has the name of that over the others with `unseen` in
-    the place of `client`. Models of the server are measured on the rows of both.
-    """
-    if not unseen.any():
-        return score.metrics(counts, count, union)
-
-    def only(which: np.ndarray) -> dict[str, Any]:
-        """What is known of some clients, with sums of 0 for the others."""
-        own = {name: counts[name] for name in ("own", "trained") if name in counts}
-
-        def masked(leaf: np.ndarray) -> np.ndarray:
-            return np.where(stacked.column(which, leaf), leaf, np.zeros_like(leaf))
-
-        own = jax.tree.map(masked, own)
-        return own | {"known": counts["known"] & which}
-
-    seen = counts | only(~unseen)
-    if "scored" in counts:
-        is_unseen = np.append(unseen, False)[counts["scored"]]
-        seen["scored"] = np.where(is_unseen, len(count), counts["scored"])
-    values, accuracies = score.metrics(seen, count, union)
-    newcomers = {n: x for n, x in only(unseen).items() if n != "trained"}
-    found, others = score.metrics(newcomers, count, 0)
-    for name in _MEANS:
-        if f"client_{name}" in found:
-            values[f"unseen_{name}"] = found[f"client_{name}"]
-    if others is not None:
-        seen_ones = np.full(len(count), np.nan) if accuracies is None else accuracies
-        accuracies = np.where(unseen, others, seen_ones)
-    return values, accuracies
-
-
-def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
-    """The means of `_split_metrics` under the names that they have after adaptation."""
-    pairs = {"client": "fine_tuned", "unseen": "unseen_fine_tuned"}
-    return {
-        f"{new}_{name}": found[f"{old}_{name}"]
-        for old, new in pairs.items()
-        for name in _MEANS
-        if f"{old}_{name}" in found
-    }

@@ -4,17 +4,20 @@ What the devices compute is in `evaluate`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from fedjax_pfl import evaluate, execution, metric_kinds, scores, types
+from fedjax_pfl import evaluate, execution, metric_kinds, scores, stacked, types
 from fedjax_pfl.call import Call
 from fedjax_pfl.program import Compiled, Program
 from fedjax_pfl.rows import kinds
 from fedjax_pfl.windows import Windows
+
+# The means over clients that are taken apart for those that never train
+_MEANS = "accuracy", "loss", "perplexity", "masked_perplexity"
 
 
 @dataclasses.dataclass
@@ -79,18 +82,48 @@ class Evaluations:
         self, call: Call, shared: dict[str, Any], found: dict[str, list]
     ) -> list[scores.Metrics]:
         """The metrics of a call's variants, from the results of `dispatch` as numpy."""
-        parts = call.partition.measured()
-        what = self.program.algorithm, self.program.scoring.score
-        measured = [
-            call.measured(partition, shared[name], found[name], *what)
-            for name, partition in parts.items()
-        ]
         out = []
-        for (values, accuracies), *others in zip(*measured, strict=True):
-            for prefix, (one, _) in zip([*parts][1:], others, strict=True):
-                values = values | metric_kinds.prefixed(prefix, one)
-            out.append((values, accuracies))
+        for slot, (_, seed) in enumerate(call.pairs):
+            values, accuracies, place = {}, [], call.seeds.index(seed)
+            for prefix, partition in call.partition.measured().items():
+                mine = [
+                    (ids[place % len(ids)], stacked.at(of_clients, slot))
+                    for ids, of_clients in found[prefix]
+                ]
+                given = stacked.at(shared[prefix], slot), mine
+                one, own = self._measured(partition, place, *given)
+                values |= metric_kinds.prefixed(prefix, one) if prefix else one
+                accuracies.append(own)
+            out.append((values, accuracies[0]))
         return out
+
+    def _measured(
+        self,
+        partition: types.Partition,
+        place: int,
+        shared: dict[str, Any],
+        blocks: Sequence[tuple[np.ndarray, dict[str, Any]]],
+    ) -> scores.Metrics:
+        """The metrics of one variant on the test rows of a partition.
+
+        `place` is that of its seed in the call. `blocks` have clients int[R] and the
+        variant's results for these.
+        """
+        test = jax.tree.map(lambda leaf: np.asarray(leaf)[place], partition.test)
+        count, unseen = test.count, partition.is_unseen[place]
+        union, score = int((test.row >= 0).sum()), self.program.scoring.score
+        has_trained = self.program.algorithm.trained is not None
+        counts = evaluate.joined(shared, blocks, len(count), has_trained)
+        values, accuracies = _split_metrics(score, counts, count, union, unseen)
+        adapted = [(ids, one["adapted"]) for ids, one in blocks if "adapted" in one]
+        if adapted:
+            counts = evaluate.joined({"serving": ()}, adapted, len(count))
+            alone = score.without_measures, counts, count, 0, unseen
+            found, tuned = _split_metrics(*alone)
+            values |= _fine_tuned(found)
+            if accuracies is not None and tuned is not None:
+                accuracies = np.stack([accuracies, tuned])
+        return values, accuracies
 
     def first_args(self, name: str, call: Call) -> tuple[Any, ...]:
         """Arguments of one of the programs for the first block of a call."""
@@ -108,10 +141,10 @@ class Evaluations:
             count = self.program.scoring.num_sampled
             if not count or isinstance(call.state.round, jax.ShapeDtypeStruct):
                 return None
-            key = call.state.key[place * (len(call.pairs) // len(call.seeds))]
-            return np.asarray(
-                evaluate.sampled_clients(key, self.rows.num_clients, count)
-            )
+            num_points = len(call.pairs) // len(call.seeds)
+            key = call.state.key[place * num_points]
+            mine = evaluate.sampled_clients(key, self.rows.num_clients, count)
+            return np.asarray(mine)
 
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
 
@@ -145,3 +178,55 @@ class Evaluations:
         everywhere = execution.replicated(self.execution)
         cohort, ids = execution.place((block.cohort, block.ids), everywhere)
         return call.floats, block.state, cohort, self.data, partition, ids
+
+
+def _split_metrics(
+    score: scores.Score,
+    counts: dict[str, Any],
+    count: np.ndarray,
+    union: int,
+    unseen: np.ndarray,
+) -> scores.Metrics:
+    """`Classes.metrics` of the clients that may train, and the means of the others.
+
+    The mean over `unseen` bool[K] has the name of that over the others with `unseen` in
+    the place of `client`. Models of the server are measured on the rows of both.
+    """
+    if not unseen.any():
+        return score.metrics(counts, count, union)
+
+    def only(which: np.ndarray) -> dict[str, Any]:
+        """What is known of some clients, with sums of 0 for the others."""
+        own = {name: counts[name] for name in ("own", "trained") if name in counts}
+
+        def masked(leaf: np.ndarray) -> np.ndarray:
+            return np.where(stacked.column(which, leaf), leaf, np.zeros_like(leaf))
+
+        own = jax.tree.map(masked, own)
+        return own | {"known": counts["known"] & which}
+
+    seen = counts | only(~unseen)
+    if "scored" in counts:
+        is_unseen = np.append(unseen, False)[counts["scored"]]
+        seen["scored"] = np.where(is_unseen, len(count), counts["scored"])
+    values, accuracies = score.metrics(seen, count, union)
+    newcomers = {n: x for n, x in only(unseen).items() if n != "trained"}
+    found, others = score.metrics(newcomers, count, 0)
+    for name in _MEANS:
+        if f"client_{name}" in found:
+            values[f"unseen_{name}"] = found[f"client_{name}"]
+    if others is not None:
+        seen_ones = np.full(len(count), np.nan) if accuracies is None else accuracies
+        accuracies = np.where(unseen, others, seen_ones)
+    return values, accuracies
+
+
+def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
+    """The means of `_split_metrics` under the names that they have after adaptation."""
+    pairs = {"client": "fine_tuned", "unseen": "unseen_fine_tuned"}
+    return {
+        f"{new}_{name}": found[f"{old}_{name}"]
+        for old, new in pairs.items()
+        for name in _MEANS
+        if f"{old}_{name}" in found
+    }

@@ -17,7 +17,7 @@ from fedjax_pfl import call as call_lib
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import stacked, types, windows
-from fedjax_pfl.call import Call, Totals, Work
+from fedjax_pfl.call import Totals, Work
 from fedjax_pfl.evaluations import Evaluations
 from fedjax_pfl.rows import kinds, views
 from fedjax_pfl.variants import Variants

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import call as call_lib
-from fedjax_pfl import evaluate, execution, measures, scores, types
+from fedjax_pfl import evaluate, evaluations, execution, measures, scores, types
 from tests import counted
 from tests.fedjax_pfl import small
 
@@ -501,7 +500,7 @@ def test_clients_that_never_train_are_not_scored():
     }
     unseen, count = np.arange(3) == 2, np.full(3, 4)
     given = scores.Classes(), counts, count, 12, unseen
-    values, accuracies = call_lib._split_metrics(*given)
+    values, accuracies = evaluations._split_metrics(*given)
     assert values["c_gen"] == 11 / 24 and values["c_spec"] == 5 / 8
     assert values["client_accuracy"] == 5 / 8 and values["unseen_accuracy"] == 1
     np.testing.assert_array_equal(accuracies, [0.5, 0.75, 1])
