@@ -117,6 +117,12 @@ class Program(NamedTuple):
     algorithm: types.Algorithm
     num_rows: int
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the functions that a run of it needs."""
+        names = "init", "rounds", "of_shared", "of_clients"
+        return names if self.scoring.adapts is None else (*names, "of_adapted")
+
 
 def _over_variants(fn: Callable, how: types.Execution, *args: Any) -> Any:
     """Maps `fn` over one more leading axis. Arguments with an axis of 1 are shared.

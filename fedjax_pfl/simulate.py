@@ -26,8 +26,6 @@ from fedjax_pfl.windows import Planner, Window
 CALL_SECONDS = 10.0
 # Shorter calls are launched before the evaluation in front of them is read.
 LAUNCHED_SECONDS = 1.0
-# The names of every run's programs, see `Simulation.programs`
-PROGRAMS = "init", "rounds", "of_shared", "of_clients"
 
 
 class Simulation:
@@ -356,14 +354,8 @@ class Simulation:
         self._window = None
         self._use(program, execution)
 
-    @property
-    def programs(self) -> tuple[str, ...]:
-        """The names of the run's programs, for `ahead`."""
-        adapts = self.program.scoring.adapts is not None
-        return (*PROGRAMS, "of_adapted") if adapts else PROGRAMS
-
     def ahead(self, name: str) -> jax.stages.Compiled:
-        """The executable of one of `programs` for the first call.
+        """The executable of one of `Program.names` for the first call.
 
         It is compiled now if necessary, and the run uses it.
         """
@@ -371,10 +363,10 @@ class Simulation:
         return self._executable(getattr(self.program, name), args)
 
     def lowered(self) -> dict[str, jax.stages.Lowered]:
-        """The `programs` of the first call, ready to be compiled."""
+        """The functions of `Program.names` for the first call, ready to be compiled."""
         return {
             name: getattr(self.program, name).lower(*self._first_args(name))
-            for name in self.programs
+            for name in self.program.names
         }
 
     def _first_args(self, name: str) -> tuple[Any, ...]:

@@ -111,7 +111,7 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
 
 
 def planned(simulation: Any, how: types.Execution, name: str) -> int | None:
-    """The bytes of one of `Simulation.programs`, and of the states of waiting calls.
+    """The bytes of one of `Program.names`, and of the states of waiting calls.
 
     They are None if the compiler of any process finds no plan that fits.
     """

@@ -206,8 +206,7 @@ def estimate(run: Run) -> dict[str, Any]:
         `temporary_bytes`, `argument_bytes`: of the program that needs most;
         `fits`: whether every program fits into the memory of the chip;
         `compile_seconds`: of all programs;
-        `programs`: cycles or kernels, bytes and seconds of each of
-            `Simulation.programs`;
+        `programs`: cycles or kernels, bytes and seconds of each of `Program.names`;
         `note`: what `narrow.fit` changed, "" = nothing.
 
         Of a TPU:
@@ -230,7 +229,7 @@ def estimate(run: Run) -> dict[str, Any]:
             not know.
     """
     note = narrow.fit(run)
-    plans = {name: _ahead(run, name) for name in run.simulation.programs}
+    plans = {name: _ahead(run, name) for name in run.program.names}
     how, specs = run.task.execution, run.program.algorithm.plans
     clients = how.chunk * len(run.simulation.calls[0].variants)
     most = int(np.max(run.data.partition.train.count))

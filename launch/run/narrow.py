@@ -33,7 +33,7 @@ def fit(run: Run) -> str:
     lines: list[str] = []
     while True:
         before = run.task.execution
-        names = [name for name in PROGRAMS if name in run.simulation.programs]
+        names = [name for name in PROGRAMS if name in run.program.names]
         lines += [_fit(run, name, min(limits)) for name in names]
         # A smaller chunk for an evaluation also changes the round's program.
         if run.task.execution == before:

@@ -70,6 +70,6 @@ def of(made: Experiment, name: str, variants: Sequence[int], finished: int) -> M
     one = rounds * of_round + made.evaluations_after(-1) * of_evaluation
     left = variants[finished:]
     minutes = (sum(left) * one + len(left) * compiled) / 60
-    programs = [simulation.ahead(name) for name in simulation.programs]
+    programs = [simulation.ahead(name) for name in simulation.program.names]
     size = max(map(memory.planned_bytes, programs)) / 1e6
     return Method(name, len(variants), finished, minutes, size)

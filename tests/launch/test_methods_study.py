@@ -425,7 +425,7 @@ def test_what_has_no_folder_says_so_once(capsys):
 def test_memory_of_fine_tuning():
     """Its program is among those that are planned ahead and estimated."""
     run = build.experiment(algo="fedavg", **OPTIONS)
-    assert run.simulation.programs[-1] == "of_adapted"
+    assert run.program.names[-1] == "of_adapted"
     planned = memory.planned_bytes(run.simulation.ahead("of_adapted"))
     assert planned > 0 and "of_adapted" in run.simulation.lowered()
     small = OPTIONS | {"local_epochs": 1, "fine_tune_epochs": 0}
