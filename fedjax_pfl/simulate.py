@@ -39,10 +39,7 @@ class Simulation:
         variants: The seeds and points of a sweep.
         rows, windows: Where the private rows live, and the plans of the next rounds.
         evaluations: The evaluations with the present program.
-        calls: The variants, by call of the program. On accelerators all seeds are in
-            one call, or of a sweep all points of a seed, which share its plans. On a
-            CPU each variant is a call, because a loop over them inside the program
-            would copy the state in every round.
+        calls: The variants, by call of the program, see `Variants.calls`.
     """
 
     def __init__(
@@ -70,8 +67,7 @@ class Simulation:
             with_rows: `(num_rows, execution) -> Program` for a state of so many private
                 rows, where these are on the host and a later round may need more.
         """
-        self.program, self.execution = program, execution
-        self.rounds, self._with_rows = rounds, with_rows
+        self.program, self.rounds, self._with_rows = program, rounds, with_rows
         self.data = data.replace(partition=None)
         self.compile_seconds = 0.0
         self.while_compiling: Callable[[], Any] = contextlib.nullcontext
@@ -237,8 +233,7 @@ class Simulation:
             call.land()
             try:
                 if is_due(until) and self.evaluations.goes_ahead:
-                    given = call, self._executable
-                    call.evaluated = self.evaluations.dispatch(*given)
+                    call.evaluated = self.evaluations.dispatch(call, self._executable)
                 if not is_planned and until == window.end < end:
                     ahead = self.windows.make(until, end)
                 elif not is_planned and window.end < end:
@@ -267,24 +262,16 @@ class Simulation:
         The present state is gone, and `round` is its round until `advance` has been
         called. Nothing is launched where that is not possible or gains little.
         """
-        window = self._window
-        if not self._launches or not window.first <= self.round < window.end:
-            return
-        until = self._until(self.round, stop, window)
-        if (until - self.round) * self._round_seconds <= LAUNCHED_SECONDS:
-            self._launch(0, window, until)
-
-    @property
-    def _launches(self) -> bool:
-        """Whether rounds can be dispatched beside an evaluation that is not read yet.
-
-        Several devices of a CPU may wait for one another for ever in two programs at
-        once, and several processes may not agree when to.
-        """
-        how, (call, *others) = self.execution, self.calls
+        how, (call, *others), window = self.execution, self.calls, self._window
+        # Several devices of a CPU may wait for one another for ever in two programs at
+        # once, and several processes may not agree when to.
         alone = how.num_devices == 1 or how.platform != "cpu"
-        waits = call.evaluated is not None and not others and not self.rows.needs_start
-        return alone and waits and jax.process_count() == 1
+        alone = alone and not others and jax.process_count() == 1
+        waits = call.evaluated is not None and not self.rows.needs_start
+        if alone and waits and window.first <= self.round < window.end:
+            until = self._until(self.round, stop, window)
+            if (until - self.round) * self._round_seconds <= LAUNCHED_SECONDS:
+                self._launch(0, window, until)
 
     @property
     def is_launched(self) -> bool:
