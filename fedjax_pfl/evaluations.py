@@ -11,13 +11,17 @@ import jax
 import numpy as np
 
 from fedjax_pfl import evaluate, execution, metric_kinds, scores, stacked, types
-from fedjax_pfl.call import Call
+from fedjax_pfl.call import Call, Totals
 from fedjax_pfl.program import Compiled, Program
 from fedjax_pfl.rows import kinds
 from fedjax_pfl.windows import Windows
 
 # The means over clients that are taken apart for those that never train
 _MEANS = "accuracy", "loss", "perplexity", "masked_perplexity"
+
+# `of_shared` and [(clients of a block, their `of_clients`)], both by the names of
+# `Partition.measured`
+Found = tuple[dict[str, Any], dict[str, list]]
 
 
 @dataclasses.dataclass
@@ -46,14 +50,10 @@ class Evaluations:
         goes_by_block = self.rows.goes_by_block(self.program.algorithm)
         return self.has_evaluated and not adapts and not goes_by_block
 
-    def dispatch(
-        self, call: Call, compiled_fn: Callable[[Compiled, tuple], Callable]
-    ) -> tuple[dict[str, Any], dict[str, list]]:
+    def dispatch(self, call: Call, compiled_fn: Callable[..., Callable]) -> Found:
         """Dispatches an evaluation of a call's state, without waiting for results.
 
-        `compiled_fn` returns the executable of a function for its arguments. Returns
-        (`of_shared`, [(clients of a block, their `of_clients`)]), both by the names of
-        `Partition.measured`.
+        `compiled_fn(function, args)` returns the executable of one of the programs.
         """
         program, shared, found = self.program, {}, {}
 
@@ -78,23 +78,22 @@ class Evaluations:
             del block, args  # their memory is free before the next
         return shared, found
 
-    def read(
-        self, call: Call, shared: dict[str, Any], found: dict[str, list]
-    ) -> list[scores.Metrics]:
-        """The metrics of a call's variants, from the results of `dispatch` as numpy."""
-        out = []
+    def read(self, call: Call, found: Found, totals: Totals) -> list[scores.Metrics]:
+        """What `Simulation.evaluate` returns of a call, from results as numpy."""
+        out, (shared, blocks) = [], found
+        of_rounds = call.of_rounds(totals, self.program.algorithm)
         for slot, (_, seed) in enumerate(call.pairs):
             values, accuracies, place = {}, [], call.seeds.index(seed)
             for prefix, partition in call.partition.measured().items():
                 mine = [
                     (ids[place % len(ids)], stacked.at(of_clients, slot))
-                    for ids, of_clients in found[prefix]
+                    for ids, of_clients in blocks[prefix]
                 ]
                 given = stacked.at(shared[prefix], slot), mine
                 one, own = self._measured(partition, place, *given)
                 values |= metric_kinds.prefixed(prefix, one) if prefix else one
                 accuracies.append(own)
-            out.append((values, accuracies[0]))
+            out.append((values | of_rounds[slot], accuracies[0]))
         return out
 
     def _measured(

@@ -211,10 +211,9 @@ class Simulation:
         if begin >= stop:
             return
         window, ahead, seconds = self._current_window(begin, stop), None, 0.0
-        end, is_planned = max(self.rounds, stop), False
+        end, is_planned, has_ended = max(self.rounds, stop), False, False
         launched = [one.launched[1] for one in self.calls if one.launched is not None]
         until = launched[0] if launched else self._until(begin, stop, window)
-        has_ended = False
         for index, call in enumerate(self.calls):
             # A call is ahead if an exception came between two of them.
             if call.round >= until:
@@ -326,10 +325,7 @@ class Simulation:
                 call.free_since = time.perf_counter()
             else:
                 call.evaluated = None
-            measured = self.evaluations.read(call, *found)
-            of_rounds = call.of_rounds(self.totals, self.program.algorithm)
-            for (values, accuracies), rounds in zip(measured, of_rounds, strict=True):
-                out.append((values | rounds, accuracies))
+            out += self.evaluations.read(call, found, self.totals)
         self.evaluations.has_evaluated = True
         return out
 

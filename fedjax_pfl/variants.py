@@ -35,7 +35,8 @@ class Variants(NamedTuple):
         """The variants of each call of a program.
 
         One call has all points of a seed, which share its plans, or without a sweep all
-        seeds, if the program vmaps these. Otherwise each variant is a call.
+        seeds, if the program vmaps these. Otherwise each variant is a call, as on a
+        CPU, where a loop over them inside the program would copy the state every round.
         """
         if self.num_points > 1:
             together = self.num_points if vmaps_points else 1
