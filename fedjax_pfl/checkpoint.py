@@ -323,7 +323,7 @@ def _stored(path: pathlib.Path, manifest: dict) -> list[views.Streamed]:
             found = checkpointer.restore(folder, item=like)
         return [np.asarray(piece).reshape(-1) for piece in found]
 
-    places = iter(
+    places = collections.deque(
         (number, index, math.prod(shape))
         for number, (_, pieces) in enumerate(groups)
         for index, (_, shape) in enumerate(pieces)
@@ -331,10 +331,12 @@ def _stored(path: pathlib.Path, manifest: dict) -> list[views.Streamed]:
 
     def streamed(dtype: str, shape: tuple[int, ...]) -> views.Streamed:
         mine, left = [], math.prod(shape)
-        while left:
-            number, index, size = next(places)
+        while left and places:
+            number, index, size = places.popleft()
             mine.append((number, index))
             left -= size
+        if left:
+            raise ValueError(f"{path / MANIFEST} is damaged: its pieces are no arrays")
 
         def pieces() -> Iterator[np.ndarray]:
             return (read(number)[index] for number, index in mine)

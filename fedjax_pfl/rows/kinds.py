@@ -305,7 +305,8 @@ class Hosted(Rows):
 
     A client that has never trained has the row with which all begin, so that only
     trained rows take memory. An evaluation goes through all clients in blocks of as
-    many as the devices have rows. `row_bytes` are those of a row.
+    many as the devices have rows. `row_bytes` are those of a row, and `share` is the
+    part of all clients whose rows this process stores.
 
     A client that two windows share stays in its slot. The others of the next window
     are read while the devices compute the present one, and its own are stored while
@@ -333,6 +334,7 @@ class Hosted(Rows):
         # Leaves [variants, rows, ...], of which the shapes of rows matter
         self._template = template.private
         self.row_bytes = store.num_bytes(template.private, 2)
+        self.share = len(self._own_devices) / len(self._homes)
         self._folder, self._stores = folder, {}
         # By a call's first variant: the window of its state's rows, and the number of
         # rounds whose trained rows have left for the host.
@@ -585,9 +587,9 @@ class Hosted(Rows):
     def _read(
         self, variants: Sequence[int], ids: Sequence[np.ndarray], layout: slots.Layout
     ) -> Any:
-        """Rows of clients of each variant in own devices' slots; others are common.
+        """Rows of clients of each variant in their slots; empty ones are common.
 
-        They have leaves [variants, rows, ...].
+        They have leaves [variants, rows, ...]. Slots of other processes have anything.
         """
         out = store.empty(self._template, 2, len(variants), layout.num_rows)
         for slot, (variant, one) in enumerate(zip(variants, ids, strict=True)):
@@ -756,6 +758,8 @@ class Hosted(Rows):
     def _everywhere(self, variant: int, ids: np.ndarray) -> Any:
         """Rows of clients in their slots, leaves [1, rows, ...], in all processes."""
         rows, _ = self._read([variant], [ids], self.layout)
+        if len(self._homes) == 1:
+            return rows
         home = np.repeat(self._homes, self.layout.rows_per_device)
         for leaf in jax.tree.leaves(rows):
             store.share(leaf[0], home)

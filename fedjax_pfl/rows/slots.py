@@ -163,6 +163,13 @@ def _gathered(mesh: jax.sharding.Mesh, count: int) -> Callable[..., jax.Array]:
 
 @jax.jit
 def are_equal(rows: Any) -> jax.Array:
-    """bool[]: whether rows [variants, R, ...] are the same in every leaf."""
-    pairs = [(leaf == leaf[:, :1]) | (leaf != leaf) for leaf in jax.tree.leaves(rows)]
-    return jnp.stack([pair.all() for pair in pairs]).all()
+    """bool[]: whether rows [variants, R, ...] have the same bits in every leaf."""
+
+    def in_bits(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        bits = jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(leaf, bits)
+
+    every = map(in_bits, jax.tree.leaves(rows))
+    return jnp.stack([(leaf == leaf[:, :1]).all() for leaf in every]).all()

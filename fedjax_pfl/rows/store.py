@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fedjax_pfl import types
+from fedjax_pfl import shapes, types
 from fedjax_pfl.rows import views
 
 # A store grows by this many bytes.
@@ -216,8 +216,9 @@ class Store:
         for first in range(0, len(ids), self._part_rows):
             some = ids[first : first + self._part_rows]
             out = np.empty((len(some), *shape), dtype)
-            # All have the common row.
-            home = np.where(self.trained(some), self._home(some), -1)
+            # All have the common row, and with one home for all clients every row.
+            is_apart = self.trained(some) & (len(self._homes) > 1)
+            home = np.where(is_apart, self._home(some), -1)
             is_here = (home < 0) | (home == self._own)
             self._read(index, np.where(is_here, some, len(self._slot)), out)
             share(out, home)
@@ -233,7 +234,9 @@ def share(rows: np.ndarray, home: np.ndarray) -> None:
     if jax.process_count() == 1 or not rows.size or not count.max():
         return
     flat, own = rows.reshape(len(rows), -1).view(np.uint8), jax.process_index()
-    mine = np.zeros((count.max(), flat.shape[1]), np.uint8)
+    # Few sizes, since each is a program
+    most = shapes.rounded_up(int(count.max()))
+    mine = np.zeros((most, flat.shape[1]), np.uint8)
     mine[: count[own]] = flat[home == own]
     every = multihost_utils.process_allgather(mine)
     for process in range(len(count)):

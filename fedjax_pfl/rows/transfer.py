@@ -90,6 +90,8 @@ def taken(rows: Any, chunk: Chunk, how: execution.Execution) -> Any:
 
 def of_devices(leaf: jax.Array, chunk: Chunk) -> dict[int, np.ndarray]:
     """A leaf of `taken` as the parts of this process's devices, [variants, m, ...]."""
+    if leaf.is_fully_replicated:
+        return {0: np.asarray(leaf)}
     size = chunk.slot.shape[1] // len(chunk.ids[0])
     parts = {(x.index[1].start or 0) // size: x.data for x in leaf.addressable_shards}
     return {device: np.asarray(part) for device, part in parts.items()}

@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from data import plan
@@ -36,10 +35,7 @@ def chosen(
     make = functools.partial(entry.make, hparams)
     row_bytes = residence.bytes_to_share(make, hparams, task, data, config)
     copies = config.num_seeds * num_points * how.num_devices
-    # Of several processes each stores the rows of its own devices.
-    is_stored = jax.process_count() > 1 and config.client_state != "device"
-    may_copy = row_bytes * copies <= devices.copied_row_bytes(config.emulate, target)
-    if may_copy and not (is_stored and row_bytes):
+    if row_bytes * copies <= devices.copied_row_bytes(config.emulate, target):
         return task
     layout = slots.Layout(config.num_clients, how.num_devices)
     how = how._replace(shares_rows=True)

@@ -83,6 +83,8 @@ class Workdir(loop.Listener):
         self.summary: dict[str, Any] | None = None
         self._events: tracking.TensorBoard | None = None
         self._restored: tuple[int, Any, dict] | None = None
+        # The round of an earlier run that is continued, and what is damaged of it
+        self._earlier: tuple[int, str] | None = None
 
     @property
     def _flags(self) -> flagfile.RunFlags:
@@ -116,7 +118,9 @@ class Workdir(loop.Listener):
         """
         if not self._has_begun:
             done = self._shared(self._prepare)
-            if done is not None and restores:
+            if done is None:
+                processes.on_first(self._take_over)
+            elif restores:
                 self.reopen()
             self.summary, self._has_begun = done, True
             return done
@@ -145,8 +149,8 @@ class Workdir(loop.Listener):
                 self.run.load(round, arrays, host["experiment"], list(self.records))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ValueError(
-                    f"{self.checkpoints} holds counters of another form ({error}); "
-                    "choose another --workdir"
+                    f"{self.checkpoints} cannot be loaded ({error}); choose another "
+                    "--workdir"
                 ) from error
         return found
 
@@ -234,10 +238,9 @@ class Workdir(loop.Listener):
         return done if is_whole or done.get("stopped_early") else None
 
     def _take(self) -> None:
-        """Starts a run in an empty folder, or continues the one that is there."""
+        """Reads the run in the folder that is to be continued, if there is one."""
         run = self.run
         if not (self.path / RUN_FLAGS).exists():
-            self._begin()
             return
         done, damage = None, ""
         try:
@@ -258,11 +261,16 @@ class Workdir(loop.Listener):
         if self._restored is None and metrics.exists() and metrics.stat().st_size:
             _note(f"{self.path} holds no checkpoint, so the run starts over")
         round, _, host = self._restored or (0, None, {"records": []})
-        # All checks have passed, and the folder changes only from here on.
+        self.records, self._earlier = host["records"], (round, damage)
+
+    def _take_over(self) -> None:
+        """Changes the folder, from which all has been read that is needed."""
         self._begin()
+        if self._earlier is None:
+            return
+        round, damage = self._earlier
         if damage and str(self.path / METRICS) not in damage:
             _note(f"{damage}; it is written again from round {round}")
-        self.records = host["records"]
         self._restore_metrics(round)
 
     def _restore(self) -> None:

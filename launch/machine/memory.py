@@ -15,6 +15,7 @@ import jax
 
 from data import memory
 from fedjax_pfl import shapes, types
+from fedjax_pfl.rows import kinds
 from launch.machine import processes
 from launch.machine import target as targets
 
@@ -81,12 +82,12 @@ def state_bytes(state: types.RoundState, how: types.Execution) -> int:
     return of_clients + copies * shapes.tree_bytes(state.with_private(((), ())))
 
 
-def on_host(options: dict[str, Any], row_bytes: int, variants: int) -> Need:
-    """Computes the memory of clients' rows on the host once all rounds are done."""
+def on_host(options: dict[str, Any], rows: kinds.Hosted, variants: int) -> Need:
+    """Computes the memory of clients' rows on this host once all rounds are done."""
     trained = options["rounds"] * options["clients_per_round"]
     trained = min(trained, options["num_clients"])
     factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
-    total = variants * trained * row_bytes
+    total = int(variants * trained * rows.row_bytes * rows.share)
     return Need("the rows of clients on the host", total, factors)
 
 

@@ -14,6 +14,7 @@ from fedjax_pfl import program as program_lib
 from fedjax_pfl import shapes, types
 from fedjax_pfl.rows import kinds
 from launch.config import schema
+from launch.machine import processes
 
 
 def place(config: schema.Config) -> str | None:
@@ -25,15 +26,18 @@ def place(config: schema.Config) -> str | None:
     name = config.client_state
     if name in ("device", "replicated"):
         return None
+    reason = ""
     if name != "host":
         try:  # whether a file can be made there
             with tempfile.TemporaryFile(dir=pathlib.Path(name).expanduser()):
                 pass
         except OSError as error:
-            raise ValueError(
-                f"--client_state={name}: expected device, replicated, host or a folder "
-                f"to which rows can be written ({error.strerror})"
-            ) from error
+            reason = error.strerror or str(error)
+    if reason := next(filter(None, processes.gathered(reason)), ""):
+        raise ValueError(
+            f"--client_state={name}: expected device, replicated, host or a folder to "
+            f"which rows can be written ({reason})"
+        )
     return "" if name == "host" else str(pathlib.Path(name).expanduser())
 
 

@@ -110,8 +110,7 @@ class Run:
         options = vars(config) | vars(self.hparams)
         kept = [memory.kept(options, self.simulation.template(), how)]
         if made.rows_in == "":
-            row_bytes = self.simulation.rows.row_bytes
-            kept.append(memory.on_host(options, row_bytes, num_variants))
+            kept.append(memory.on_host(options, self.simulation.rows, num_variants))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:

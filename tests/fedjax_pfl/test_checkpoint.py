@@ -183,6 +183,23 @@ def test_joined_leaves_are_their_concatenation(tmp_path, monkeypatch):
     chex.assert_trees_all_equal(plain(found), plain(whole))
 
 
+@pytest.mark.parametrize("change", ["less", "more", "none", "negative"])
+def test_pieces_that_are_no_arrays(folder, change):
+    """A manifest that is sealed, and describes other pieces than its arrays have."""
+    path = folder / "round_00000002" / "manifest.json"
+    body = json.loads(json.loads(path.read_text())["body"])
+    pieces = body["groups"][0]
+    if change == "none":
+        body["groups"] = []
+    else:
+        pieces[-1][1] += {"less": -1, "more": 1, "negative": -2 * pieces[-1][1]}[change]
+    text = json.dumps(body)
+    seal = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": seal, "body": text}))
+    with pytest.raises(ValueError, match="pieces are no arrays.*round_00000001"):
+        checkpoint.restore(folder, template())
+
+
 def test_a_checkpoint_of_an_earlier_version(folder):
     """Format 2: whole arrays in one piece."""
     path = folder / "round_00000002"

@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 
+from fedjax_pfl import simulate
 from launch import build, export, main, plot
 from launch.folder import finished as finished_lib
 from launch.folder import lock, workdir
@@ -314,6 +315,18 @@ def test_older_checkpoint_after_a_damaged_one(copied, reference, blobs, refused)
     shutil.rmtree(newest)
     run(blobs, copied, "--summary=mean_last10", "--resume")
     assert_same_run(copied, reference)
+
+
+def test_nothing_changes_before_all_is_read(whole, refused, monkeypatch):
+    """Rows are read after all checks; a summary is there until they are."""
+
+    def unreadable(*_):
+        raise ValueError("no such piece")
+
+    monkeypatch.setattr(simulate.Simulation, "load", unreadable)
+    more = "--summary=mean_last10", "--resume"
+    line = refused(whole, *more, rounds=ROUNDS + 1)
+    assert f"{whole / 'checkpoints'} cannot be loaded (no such piece)" in line
 
 
 def cut(text):
