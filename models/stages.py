@@ -87,6 +87,37 @@ class Dropout(nn.Module):
         return jnp.where(mask, h * (2**16 / keep), 0)
 
 
+@jax.custom_jvp
+def _moments(
+    h: jax.Array, mask: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The mean f32[C] of h f32[C, ..., B], and the sum of squares around it.
+
+    Both are over the examples in `mask` bool[B], which have `count` values a channel.
+    One pass sums the differences from a value of the first example, and their squares:
+    without it a small variance of large values would lose its digits.
+    """
+    axes = range(1, h.ndim)
+    near = h[:, *(size // 2 for size in h.shape[1:-1]), 0]
+    near = jnp.where(mask[0], near, 0)
+    away = jnp.where(mask, h - near.reshape(-1, *[1] * (h.ndim - 1)), 0)
+    total, squares = away.sum(axes), (away**2).sum(axes)
+    offset = total / count
+    return near + offset, jnp.maximum(squares - offset * total, 0)
+
+
+@_moments.defjvp
+def _slope_of_moments(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (h, mask, count), (slope, *_) = primals, tangents
+    axes, (mean, squares) = range(1, h.ndim), _moments(h, mask, count)
+    away = h - mean.reshape(-1, *[1] * (h.ndim - 1))
+    # Its gradient is masked by this too, last of all.
+    slope = jnp.where(mask, slope, 0)
+    # The mean moves the sum of squares by nothing, as what is around it sums to 0.
+    slopes = slope.sum(axes) / count, (2 * away * slope).sum(axes)
+    return (mean, squares), slopes
+
+
 class Norm(nn.Module):
     """Batch norm with running statistics, over the real samples of a batch.
 
@@ -109,13 +140,11 @@ class Norm(nn.Module):
         h = h.astype(jnp.promote_types(dtype, scale.dtype))
         column = (channels, *[1] * (h.ndim - 1))
         if train:
-            axes = tuple(range(1, h.ndim))
             mask = jnp.ones(h.shape[-1], bool) if sample_mask is None else sample_mask
             count = mask.sum() * math.prod(h.shape[1:-1])
             values = jnp.maximum(count, 1)
-            mean = jnp.where(mask, h, 0).sum(axes) / values
+            mean, square = _moments(h, mask, values)
             centred = jnp.where(mask, h - mean.reshape(column), 0)
-            square = (centred**2).sum(axes)
             var = square / values
             rate = types.STATS_MOMENTUM
             is_known, unbiased = count > 1, square / jnp.maximum(count - 1, 1)

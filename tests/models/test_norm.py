@@ -54,6 +54,42 @@ def test_norm_by_hand(shape, jit):
     chex.assert_trees_all_close(dict(stats), moved, rtol=1e-5, atol=1e-6)
 
 
+def test_norm_of_a_small_variance():
+    """A variance of a millionth of the squared mean keeps its digits."""
+    h = 1000 + normal(6, 3, 2, 4)
+    out, stats = jax.jit(apply_norm)(norm_variables(4), h)
+    rows = h.astype(np.float64).reshape(-1, 4)
+    params, old = norm_variables(4).values()
+    expected = (h - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-5)
+    expected = expected * params["scale"] + params["bias"]
+    chex.assert_trees_all_close(out, expected.astype("f4"), atol=5e-4)
+    moved = 0.9 * old["var"] + 0.1 * rows.var(0, ddof=1)
+    chex.assert_trees_all_close(np.asarray(stats["var"]), moved, rtol=1e-5)
+
+
+def test_slopes_of_the_norm():
+    """First and second derivatives are those of mean and variance in two passes."""
+    h, mask, params = 2 + normal(7, 3), np.arange(7) != 4, norm_variables(3)["params"]
+    weight, way = normal(7, 3, seed=4), normal(7, 3, seed=5)
+
+    def plain(params, h):
+        real = h[mask]
+        out = (h - real.mean(0)) / jnp.sqrt(real.var(0) + 1e-5)
+        return out * params["scale"] + params["bias"]
+
+    def ours(params, h):
+        return apply_norm(norm_variables(3) | {"params": params}, h, mask)[0]
+
+    def slopes(fn):
+        def loss_fn(params, h):
+            return jnp.where(mask[:, None], jnp.sin(fn(params, h)) * weight, 0).sum()
+
+        grad = jax.grad(loss_fn, (0, 1))
+        return jax.jit(lambda h: jax.jvp(lambda h: grad(params, h), (h,), (way,)))(h)
+
+    chex.assert_trees_all_close(slopes(ours), slopes(plain), rtol=1e-4, atol=1e-5)
+
+
 def test_norm_in_eval_mode():
     """By the running statistics, which stay; a mask of samples changes nothing."""
     h, variables = normal(4, 2, 2, 3), norm_variables(3)
