@@ -142,8 +142,10 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             # Masked before any softmax, since exits that are not held are arbitrary.
             exits = jnp.where(stacked.column(reached, exits), exits, 0)
             which = batch.mask, batch.chosen
-            hard = [losses.cross_entropy(z, batch.label, *which) for z in exits]
-            loss = jnp.where(reached, jnp.stack(hard), 0).sum()
+            label = jnp.broadcast_to(batch.label, exits.shape[:-1])
+            hard = losses.cross_entropies(exits, label)
+            hard = jnp.where(stacked.column(reached, hard), hard, 0).sum(0)
+            loss = losses.batch_mean(hard, *which)
             if distils:
                 weight = ramp(client.round, hparams.ramp_rounds)
                 weight *= hparams.self_distill_weight
