@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 import models
-from fedjax_pfl import shapes, types
+from fedjax_pfl import execution, shapes, types
 from models import depth, stages
 
 # 4, 8, 16 and 32 channels.
@@ -117,6 +117,34 @@ def test_block_equals_flax(ours, plain, size):
     for mine, other in run(variables, theirs, image):
         assert np.abs(other).max() > 0.1
         chex.assert_trees_all_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_slopes_of_a_depthwise_convolution(stride, platform):
+    """The gradients of kernel and map, and their slopes, are those of XLA's."""
+    h, kernel = normal(2, 5, 4, 3), normal(3, 3, 1, 3, seed=1)
+    ways = normal(2, 5, 4, 3, seed=2), normal(3, 3, 1, 3, seed=3)
+
+    def plain(kernel, h):
+        return jax.lax.conv_general_dilated(
+            h,
+            kernel,
+            (stride, stride),
+            [(1, 1)] * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=3,
+        )
+
+    def ours(kernel, h):
+        with execution.traced_in(execution.Setting(platform)):
+            return depth.Depthwise(stride).apply({"params": {"kernel": kernel}}, h)
+
+    def slopes(fn):
+        grad = jax.grad(lambda h, kernel: jnp.sin(fn(kernel, h)).sum(), (0, 1))
+        return jax.jit(lambda *given: jax.jvp(grad, given, ways))(h, kernel)
+
+    chex.assert_trees_all_close(slopes(ours), slopes(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (4, 5)])
