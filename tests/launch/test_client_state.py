@@ -9,6 +9,7 @@ import pytest
 from data import plan
 from fedjax_pfl.rows import kinds, transfer
 from launch import build, contract
+from launch.machine import memory
 from tests import vectors
 
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -308,3 +309,14 @@ def test_an_interrupt_while_rows_enter(vectors, monkeypatch):
             simulation.advance_to(3)
     simulation.advance_to(6)
     assert simulation.digest() == whole.digest()
+
+
+def test_a_host_has_memory_for_its_own_rows(vectors):
+    """All of them with one process, or those of its devices."""
+    rows = made(vectors, "host", algo="pfedsd", **TWO).simulation.rows
+    assert rows.share == 1
+    options = {"num_seeds": 3, "num_clients": NUM_CLIENTS}
+    options |= {"rounds": 2, "clients_per_round": 4}
+    for rows.share in (1, 0.5):
+        needed = memory.on_host(options, rows, variants=3)
+        assert needed.bytes == 3 * 8 * rows.row_bytes * rows.share
