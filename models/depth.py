@@ -22,6 +22,12 @@ from models import forms, resnet, stages
 normed = functools.partial(resnet.normed, initializer="he")
 
 
+def _of_patches(kernel: jax.Array, h: jax.Array, stride: int) -> jax.Array:
+    """`_depthwise` as patches x vector for each channel."""
+    patches = jnp.stack([*forms.windows(h, 3, stride, "SAME")], axis=1)
+    return jnp.einsum("kc,ckhwb->chwb", kernel, patches)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _depthwise(kernel: jax.Array, h: jax.Array, stride: int) -> jax.Array:
     """f32[C, H', W', B] of a kernel f32[9, C] and h f32[C, H, W, B], padded by 1."""
@@ -35,8 +41,7 @@ def _depthwise(kernel: jax.Array, h: jax.Array, stride: int) -> jax.Array:
 def _slope_of_depthwise(stride: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (kernel, h), (of_kernel, of_h) = primals, tangents
     # So the gradient of the kernel is one sum of stacked windows instead of nine.
-    patches = jnp.stack([*forms.windows(h, 3, stride, "SAME")], axis=1)
-    slope = jnp.einsum("kc,ckhwb->chwb", of_kernel, patches)
+    slope = _of_patches(of_kernel, h, stride)
     return _depthwise(kernel, h, stride), slope + _depthwise(kernel, of_h, stride)
 
 
@@ -58,10 +63,9 @@ class Depthwise(nn.Module):
         kernel = self.param("kernel", stages.he_normal(9 * channels), shape)
         h = stages.batch_last(h)
         kernel = kernel.reshape(9, channels).astype(h.dtype)
-        if execution.setting().platform == "cpu":
-            patches = jnp.stack([*forms.windows(h, 3, self.stride, "SAME")], axis=1)
-            return stages.batch_last(jnp.einsum("kc,ckhwb->chwb", kernel, patches))
-        return stages.batch_last(_depthwise(kernel, h, self.stride))
+        is_cpu = execution.setting().platform == "cpu"
+        convolved = (_of_patches if is_cpu else _depthwise)(kernel, h, self.stride)
+        return stages.batch_last(convolved)
 
     @nn.nowrap
     def macs(self, given, out):

@@ -345,11 +345,9 @@ class Found(NamedTuple):
         variant = np.repeat(np.arange(len(self.ids)), [len(one) for one in self.ids])
         pieces, done = views.pieces_of(self.rows[index]), 0
         for rows in views.in_rows(pieces, self.shape(index)):
-            of_block = variant[done : done + len(rows)]
-            for one in np.unique(of_block).tolist():
-                here = np.flatnonzero(of_block == one)
-                cut = slice(int(here[0]), int(here[-1]) + 1)
-                yield one, client[done : done + len(rows)][cut], rows[cut]
+            here = slice(done, done + len(rows))
+            for one, cut in _by_part(variant[here]):
+                yield one, client[here][cut], rows[cut]
             done += len(rows)
 
     def other_than(self, common: Sequence[Any], num_clients: int) -> list[np.ndarray]:
