@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from fedjax_pfl import execution, types
+from fedjax_pfl import execution, stacked, types
 from models import forms, pooled
 
 NORM_EPSILON = 1e-5
@@ -100,7 +100,7 @@ def _moments(
     axes = range(1, h.ndim)
     near = h[:, *(size // 2 for size in h.shape[1:-1]), 0]
     near = jnp.where(mask[0], near, 0)
-    away = jnp.where(mask, h - near.reshape(-1, *[1] * (h.ndim - 1)), 0)
+    away = jnp.where(mask, h - stacked.column(near, h), 0)
     total, squares = away.sum(axes), (away**2).sum(axes)
     offset = total / count
     return near + offset, jnp.maximum(squares - offset * total, 0)
@@ -110,7 +110,7 @@ def _moments(
 def _slope_of_moments(primals: Any, tangents: Any) -> tuple[Any, Any]:
     (h, mask, count), (slope, *_) = primals, tangents
     axes, (mean, squares) = range(1, h.ndim), _moments(h, mask, count)
-    away = h - mean.reshape(-1, *[1] * (h.ndim - 1))
+    away = h - stacked.column(mean, h)
     # Its gradient is masked by this too, last of all.
     slope = jnp.where(mask, slope, 0)
     # The mean moves the sum of squares by nothing, as what is around it sums to 0.
