@@ -219,8 +219,10 @@ def test_a_child_s_last_line_is_its_error():
 
 
 PARENT = """
+import signal
 import sys
 from launch.tables import child
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's children ignore it
 one = child.start("tests.toys.waits", {"path": sys.argv[1]}, is_leader=True)
 child.ended(one)
 """
