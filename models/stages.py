@@ -94,12 +94,13 @@ def _moments(
     """The mean f32[C] of h f32[C, ..., B], and the sum of squares around it.
 
     Both are over the examples in `mask` bool[B], which have `count` values a channel.
-    One pass sums the differences from a value of the first example, and their squares:
-    without it a small variance of large values would lose its digits.
+    One pass sums the differences from a value of the first of them, and their squares.
+    Without this shift a small variance of large values would lose its digits.
     """
     axes = range(1, h.ndim)
-    near = h[:, *(size // 2 for size in h.shape[1:-1]), 0]
-    near = jnp.where(mask[0], near, 0)
+    near = h[:, *(size // 2 for size in h.shape[1:-1])]
+    near = jax.lax.dynamic_index_in_dim(near, jnp.argmax(mask), -1, keepdims=False)
+    near = jnp.where(mask.any(), near, 0)
     away = jnp.where(mask, h - stacked.column(near, h), 0)
     total, squares = away.sum(axes), (away**2).sum(axes)
     offset = total / count
@@ -110,8 +111,8 @@ def _moments(
 def _slope_of_moments(primals: Any, tangents: Any) -> tuple[Any, Any]:
     (h, mask, count), (slope, *_) = primals, tangents
     axes, (mean, squares) = range(1, h.ndim), _moments(h, mask, count)
-    away = h - stacked.column(mean, h)
-    # Its gradient is masked by this too, last of all.
+    # Padding may have any values, also nan.
+    away = jnp.where(mask, h - stacked.column(mean, h), 0)
     slope = jnp.where(mask, slope, 0)
     # The mean moves the sum of squares by nothing, as what is around it sums to 0.
     slopes = slope.sum(axes) / count, (2 * away * slope).sum(axes)

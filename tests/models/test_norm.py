@@ -54,10 +54,12 @@ def test_norm_by_hand(shape, jit):
     chex.assert_trees_all_close(dict(stats), moved, rtol=1e-5, atol=1e-6)
 
 
-def test_norm_of_a_small_variance():
+@pytest.mark.parametrize("first", [0, 2])
+def test_norm_of_a_small_variance(first):
     """A variance of a millionth of the squared mean keeps its digits."""
-    h = 1000 + normal(6, 3, 2, 4)
-    out, stats = jax.jit(apply_norm)(norm_variables(4), h)
+    h, mask = 1000 + normal(6, 3, 2, 4), np.arange(6) >= first
+    out, stats = jax.jit(apply_norm)(norm_variables(4), h, mask)
+    out, h = out[mask], h[mask]
     rows = h.astype(np.float64).reshape(-1, 4)
     params, old = norm_variables(4).values()
     expected = (h - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-5)
@@ -68,7 +70,10 @@ def test_norm_of_a_small_variance():
 
 
 def test_slopes_of_the_norm():
-    """First and second derivatives are those of mean and variance in two passes."""
+    """First and second derivatives are those of mean and variance in two passes.
+
+    Padding changes neither, also where it is nan.
+    """
     h, mask, params = 2 + normal(7, 3), np.arange(7) != 4, norm_variables(3)["params"]
     weight, way = normal(7, 3, seed=4), normal(7, 3, seed=5)
 
@@ -80,14 +85,16 @@ def test_slopes_of_the_norm():
     def ours(params, h):
         return apply_norm(norm_variables(3) | {"params": params}, h, mask)[0]
 
-    def slopes(fn):
+    def slopes(fn, h):
         def loss_fn(params, h):
             return jnp.where(mask[:, None], jnp.sin(fn(params, h)) * weight, 0).sum()
 
         grad = jax.grad(loss_fn, (0, 1))
         return jax.jit(lambda h: jax.jvp(lambda h: grad(params, h), (h,), (way,)))(h)
 
-    chex.assert_trees_all_close(slopes(ours), slopes(plain), rtol=1e-4, atol=1e-5)
+    expected, padded = slopes(plain, h), np.where(mask[:, None], h, np.nan)
+    for given in (h, padded):
+        chex.assert_trees_all_close(slopes(ours, given), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_norm_in_eval_mode():
