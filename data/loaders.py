@@ -107,7 +107,11 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
         with_channels = {
             n: a[..., None] if "idx3" in n else a for n, a in found.items()
         }
-        return _counted(name, _joined(with_channels, 10))
+        data = _counted(name, _joined(with_channels, 10))
+    if given and paths[0].parent == DEBIAN_FASHION not in given:
+        line = f"{name} is read from {DEBIAN_FASHION}, as --data_dir={data_dir} has no "
+        data = data._replace(notes=(*data.notes, f"{line}IDX files of it"))
+    return data
 
 
 def _counted(name: str, data: dataset.Dataset) -> dataset.Dataset:

@@ -154,7 +154,7 @@ class Experiment(Run):
         """The present personalized model of a client, or the server's model.
 
         `client_id` is 0..K-1, None = the server's first model. `seed` is one of
-        `seeds`, and `point` one of `points`, None = the first. Raises ValueError if
+        `seeds`, None = the first. A sweep needs one of `points`. Raises ValueError if
         there is no such client, seed, point or model.
         """
         return client_model.find(self, client_id, seed, point)

@@ -7,7 +7,9 @@ run from it, unless it is a program, `.stablehlo`. The folder is not changed.
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping, Sequence
 
+from fedjax_pfl import options
 from fedjax_pfl.options import option
 from launch import build, ending
 from launch.config import flags
@@ -23,6 +25,7 @@ class Options:
     )
     client: int = option(-1, "the client to export, -1 = the server")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
+    point: str = option("", "the point of a sweep, such as client_lr=0.1")
     data_dir: str = option("", "folder of the data set, if it moved")
     dataset: str = option(
         "",
@@ -42,14 +45,19 @@ def command(argv: list[str]) -> None:
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")
-        if experiment.config.sweep:
-            raise ValueError(
-                f"{folders[0]} holds a sweep; from Python: build.load(...).save_model("
-                "path, client_id, point={...})"
-            )
         client = None if asked.client == -1 else asked.client
         seed = None if asked.seed == -1 else asked.seed
-        print(experiment.save_model(asked.output, client, seed))
+        point = _point(asked.point, experiment.points)
+        print(experiment.save_model(asked.output, client, seed, point))
+
+
+def _point(line: str, known: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """The point of a run that a line names; ValueError if it is none of `known`."""
+    labels = {",".join(f"{k}={v}" for k, v in one.items()): one for one in known}
+    if line and "" in labels:
+        raise ValueError(f"--point={line}: the run is no sweep; omit it")
+    options.check_one_of("point", line, labels)
+    return labels[line]
 
 
 if __name__ == "__main__":

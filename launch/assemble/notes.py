@@ -141,22 +141,28 @@ def _keeps_state(config: schema.Config, hparams: local_training.LocalTraining) -
 
 
 def of_owners(
-    config: schema.Config,
-    owners: tuple[str, ...] | None,
-    dropped: Mapping[str, int],
-    is_text: bool,
+    config: schema.Config, source: dataset.Dataset, dropped: Mapping[str, int]
 ) -> list[str]:
     """Lines about the owners of rows: those that are left out, and the clients' order.
 
-    `owners` are the names of the clients' owners, None = they have none. `dropped` has
-    numbers of rows by the name of an owner that was left out.
+    `dropped` has numbers of rows by the name of an owner that was left out of `source`.
     """
-    out = []
+    out, owners = [], (source.owners or ())[: config.num_clients]
+    if config.partition != "natural":
+        return out
     if dropped:
-        name = "min_examples" if is_text else "min_owner_examples"
+        name = "min_examples" if source.is_text else "min_owner_examples"
         out.append(
             f"owners with fewer than --{name}={getattr(config, name)} rows are left "
             f"out, {len(dropped)}: {labels.sized(dropped)}"
+        )
+    count = len(dataset.owner_names(source))
+    if count > config.num_clients:
+        lost = int((source.client[: source.num_train] >= config.num_clients).sum())
+        out.append(
+            f"--num_clients={config.num_clients} takes the first of {count} owners; "
+            f"{lost} of {source.num_train} train rows are of the others; "
+            f"--num_clients={count} takes all"
         )
     if owners:
         out.append(
@@ -208,8 +214,8 @@ def of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:
 def of_rows_of_nobody(
     config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
 ) -> list[str]:
-    """Lines about rows without owners that a method without a server cannot measure."""
-    if algorithm.server is not None or config.c_gen:
+    """Lines about rows without owners, which measure no client's own model."""
+    if config.c_gen or (algorithm.server is not None and algorithm.serving is None):
         return []
     cures = {
         "test": "take --test_split=client_share",
@@ -227,8 +233,8 @@ def of_rows_of_nobody(
         total, owned = int((one.test.row[0] >= 0).sum()), int(one.test.count[0].sum())
         if total > owned:
             what = f"{total - owned} of {total}" if owned else f"the {total}"
-            out.append(
-                f"{what} {kind} rows belong to no client and are not measured, as "
-                f"--algo={config.algo} measures clients only; {cure}"
-            )
+            effect = f"are not measured, as --algo={config.algo} measures clients only"
+            if algorithm.server is not None:
+                effect = "measure the server's model alone, and not those of clients"
+            out.append(f"{what} {kind} rows belong to no client and {effect}; {cure}")
     return out

@@ -124,8 +124,7 @@ def sentence(preset: str, is_alone: bool = True) -> str:
     """The rules that a run follows, and how to compare it if it is alone."""
     if preset != BASE or not is_alone:
         return f"rules: --preset={preset} ({PRESETS[preset].about})"
-    others = [f"--preset={name}" for name in PRESETS if name != BASE]
     return (
-        f"rules: --preset={BASE} ({PRESETS[BASE].about}); to compare it with another "
-        f"method run both under one of {', '.join(others)}"
+        f"rules: --preset={BASE} ({PRESETS[BASE].about}); compare it with runs under "
+        "the same --preset, as methods of papers have others by default"
     )

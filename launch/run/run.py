@@ -81,11 +81,10 @@ class Run:
         names = repr((self.classes, self.owners)).encode()
         self.names_sha256 = hashlib.sha256(names).hexdigest()
         self.dropped_owners = settings.dropped_owners
-        is_text = bool(parts.data.num_words)
         self.notes = (
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
             *source.notes,
-            *notes.of_owners(config, self.owners, self.dropped_owners, is_text),
+            *notes.of_owners(config, source, self.dropped_owners),
             *(notes.of_gpus(config) if how.platform == "gpu" else ()),
         )
         self.examples_sha256 = settings.identity.data_sha256
@@ -435,11 +434,17 @@ class Run:
         return each, found
 
     def variant(self, seed: int | None, point: Mapping[str, float] | None) -> int:
-        """The index of a seed at a point, None = the first; ValueError if unknown."""
-        point = self.points[0] if point is None else dict(point)
+        """The index of a seed, None = the first, at a point, which a sweep needs.
+
+        Raises ValueError if there is none.
+        """
+        if point is None and len(self.points) == 1:
+            point = self.points[0]
+        point = point and dict(point)
         if point not in self.points:
-            known = ", ".join(map(str, self.points[:4]))
-            raise ValueError(f"point={point}: expected one of {known}, ...")
+            more = ["..."] * (len(self.points) > 4)
+            known = ", ".join([*map(str, self.points[:4]), *more])
+            raise ValueError(f"point={point}: expected one of the sweep's, {known}")
         variants = self.simulation.variants
         return variants.index(self.seed_index(seed), self.points.index(point))
 

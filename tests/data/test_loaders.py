@@ -75,6 +75,18 @@ def test_idx_in_a_folder_of_the_data_set(tmp_path, name, folder):
     assert len(loaders.load(name, str(tmp_path)).label) == 17
 
 
+def test_a_data_dir_without_its_files_is_named(tmp_path, monkeypatch):
+    """Where Debian's files are read in their place."""
+    (tmp_path / "debian").mkdir()
+    write_mnist(tmp_path / "debian", ".gz")
+    monkeypatch.setattr(loaders, "DEBIAN_FASHION", tmp_path / "debian")
+    monkeypatch.setitem(loaders.ROWS, "fashion_mnist", (12, 5))
+    (line,) = loaders.load("fashion_mnist", str(tmp_path / "none")).notes
+    assert line.endswith(f"as --data_dir={tmp_path}/none has no IDX files of it")
+    for folder in ("", str(tmp_path / "debian")):
+        assert loaders.load("fashion_mnist", folder).notes == ()
+
+
 def test_idx_beside_folders_of_their_names(tmp_path):
     """As some programs unpack each file into a folder."""
     write_mnist(tmp_path, ".gz")

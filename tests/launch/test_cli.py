@@ -73,20 +73,25 @@ def test_a_file_that_hides_a_package(tmp_path, name, argv, exit_code):
 
 
 @pytest.mark.parametrize(
-    "given, meant",
+    "algo, given, meant",
     [
-        ("lr", "client_lr"),
-        ("frac", "clients_per_round"),
-        ("epochs", "local_epochs"),
-        ("num_new_clients", "unseen_clients"),
-        ("num-server-rounds", "rounds"),
-        ("test_interval", "eval_every"),
+        ("fedavg", "lr", "client_lr"),
+        ("fedavg", "frac", "clients_per_round"),
+        ("fedavg", "epochs", "local_epochs"),
+        ("fedavg", "num_new_clients", "unseen_clients"),
+        ("fedavg", "num-server-rounds", "rounds"),
+        ("fedavg", "test_interval", "eval_every"),
+        ("fedavg", "alpha", "partition_alpha"),
+        ("apfl", "alpha", "own_weight"),
+        ("moon", "mu", "contrastive_weight"),
+        ("pfedme", "lamda", "proximal_weight"),
+        ("fedala", "rand_percent", "adaptive_share"),
     ],
 )
-def test_flags_of_neighbours(given, meant):
-    """What other frameworks call it."""
+def test_flags_of_neighbours(algo, given, meant):
+    """What other frameworks call it, which may depend on the method."""
     with pytest.raises(flagfile.UsageError, match=f"did you mean --{meant}\\?"):
-        flags.parse(["main", "--algo=fedavg", f"--{given}=1"])
+        flags.parse(["main", f"--algo={algo}", f"--{given}=1"])
 
 
 def test_an_algorithm_that_is_nearly_one():

@@ -209,7 +209,7 @@ def test_owners_of_parts():
     assert found.test.count.tolist() == found.val.count.tolist() == [[5, 5]]
     made = few_owners(dataset=parts, test_split="client_share")
     assert any("the rows that are test rows in the data" in one for one in made.notes)
-    made = few_owners(dataset=parts, partition="iid", num_clients=2)
+    made = few_owners("fedavg", dataset=parts, partition="iid", num_clients=2)
     said = [one for one in made.notes if "rows belong to no client; natural" in one]
     assert len(said) == 2
     with pytest.raises(ValueError, match="pool divides each client's .* take official"):
@@ -217,11 +217,18 @@ def test_owners_of_parts():
 
 
 def test_rows_of_nobody_without_a_server():
-    """A method that serves clients alone says that it does not measure them."""
-    for algo, count in (("fedper", 2), ("local", 2), ("fedavg", 0)):
+    """They measure no client's model, and without others the run is refused."""
+    for algo in ("fedper", "local"):
+        with pytest.raises(
+            ValueError, match=f"^--algo={algo} .* nothing would be meas"
+        ):
+            few_owners(algo, test=OF_NOBODY, val=OF_NOBODY)
+        made = few_owners(algo, test=OF_NOBODY, val=OF_ONE)
+        assert sum("measures clients only; give" in one for one in made.notes) == 1
+        assert few_owners(algo, test=OF_NOBODY, c_gen=True).config.c_gen
+    for algo, count in (("ditto", 2), ("fedavg", 0)):
         made = few_owners(algo, test=OF_NOBODY, val=OF_NOBODY)
-        said = [one for one in made.notes if "measures clients only; give" in one]
-        assert len(said) == count
+        assert sum("the server's model alone" in one for one in made.notes) == count
     with pytest.raises(ValueError, match="^--early_stop=2: --algo=local has no server"):
         few_owners("local", val=OF_NOBODY, early_stop=2)
 

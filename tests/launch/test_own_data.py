@@ -179,6 +179,11 @@ def test_tables(tmp_path):
         assert one.dropped_owners == {"eridu": 1}
         assert one.config.partition == "natural" and one.config.num_clients == 2
     assert runs[0].split_sha256 == runs[1].split_sha256
+    one = build.experiment(dataset=table(), **given | {"num_clients": 1})
+    assert (
+        "--num_clients=1 takes the first of 2 owners; 17 of 47 train rows are of the "
+        "others; --num_clients=2 takes all" in one.notes
+    )
 
 
 def test_a_folder_of_a_table_needs_it_again(tmp_path):

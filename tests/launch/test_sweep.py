@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import models
-from launch import build
+from launch import build, export
 from launch import main as main_lib
 from launch.config import flags, sweep
 from launch.folder import record
@@ -92,6 +92,8 @@ def test_every_point_is_its_own_run(swept, blobs):
             alone.predict(2, np.zeros((1, 8, 8, 1), np.uint8)),
         )
     assert len(rounds.executables) == 1
+    with pytest.raises(ValueError, match="point=None: expected one of the sweep's, {'"):
+        experiment.predict(2, np.zeros((1, 8, 8, 1), np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_points_as_a_vmapped_axis(algo, blobs, monkeypatch):
     assert [r["client_lr"] for r in other.metrics[:3]] == [0.02, 0.1, 0.3]
 
 
-def test_a_folder_knows_its_points(swept, blobs, undrawn):
+def test_a_folder_knows_its_points(swept, blobs, undrawn, capsys):
     """Records, clients, event files, tables and pictures have a point beside a seed."""
     experiment, folder = swept
     lines = [json.loads(one) for one in (folder / "metrics.jsonl").open()]
@@ -153,6 +155,16 @@ def test_a_folder_knows_its_points(swept, blobs, undrawn):
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metrics"] == {}
     mean = summary["sweep"][4]["metrics"]["client_accuracy"]["mean"]
+    out, point = (
+        f"--output={folder.parent}/one.npz",
+        "client_lr=0.1,proximal_weight=1.0",
+    )
+    export.command(["export", str(folder), out, f"--point={point}"])
+    for wrong in ("", "client_lr=0.1"):
+        with pytest.raises(SystemExit):
+            export.command(["export", str(folder), out, f"--point={wrong}"])
+        said = capsys.readouterr().err
+        assert f"--point={wrong}: expected one of " in said and point in said
     assert runs[4].summary["metrics"]["client_accuracy"]["mean"] == mean
     np.testing.assert_allclose(np.nanmean(record.of_clients(runs[4])), 100 * mean)
     curves = figures.picture("curves", runs)
