@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data import arrays, dataset, files, labels
+from fedjax_pfl import options
 
 if TYPE_CHECKING:
     import pandas
@@ -274,7 +275,7 @@ def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
         if name and name not in names:
             raise ValueError(
                 f"there is no column --{flag}={name}; the columns are "
-                f"{labels.listed(names)}"
+                f"{labels.listed(names)}{options.nearest(name, names)}"
             )
     return label, owner
 

@@ -633,7 +633,15 @@ class Serving:
         shared: Any = (),
         build: Callable[[Any, Any], Variables] | None = None,
     ) -> Serving:
-        """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K]."""
+        """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K].
+
+        Raises ValueError if `own` has no array.
+        """
+        if not jax.tree.leaves(own):
+            raise ValueError(
+                "Serving.each: `own` has no array, so that nothing is personal; give "
+                "the rows of a part that is, or serve with Serving.one"
+            )
         count = jax.tree.leaves(own)[0].shape[0]
         ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
         mask = jnp.ones(count, bool) if mask is None else mask

@@ -1,6 +1,7 @@
 """Writes a page about runs: `python -m launch.report WORKDIR... --output=report.html`.
 
-The folder of a study (`launch.study`) gives the page of its finished cells.
+The folder of a study (`launch.study`) gives the page of its finished cells. A name that
+ends in `.md` gives the table alone, as Markdown.
 
 The self-contained HTML file shows which method is best and by how much, curves over
 rounds, messages and seconds, the gain of each client, the settings that differ, and the
@@ -9,6 +10,7 @@ commands.
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 from fedjax_pfl.options import option
 from launch import ending
@@ -21,7 +23,7 @@ from launch.tables import protocol, store, study
 class Options:
     """The options of this command."""
 
-    output: str = option("report.html", "file of the page")
+    output: str = option("report.html", "file of the page, or .md for its table")
     control: str = option("", "run or algorithm to compare with; default the first")
     title: str = option("", "the page's title")
 
@@ -33,16 +35,30 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
-        paths = [pathlib.Path(folder) for folder in folders]
-        if len(paths) == 1 and protocol.is_study(paths[0]):
-            text = protocol.opened(paths[0]).page(title=asked.title)
-        elif len(paths) == 1 and store.is_study(paths[0]):
-            text = study.Study("", paths[0]).page(asked.title)
-        else:
-            text = page.page(page.read(paths), asked.control, title=asked.title)
+        text = _text(
+            [pathlib.Path(folder) for folder in folders],
+            asked,
+            asked.output.endswith(".md"),
+        )
     with ending.writing("output", asked.output):
         svg.write(asked.output, text)
     print(asked.output)
+
+
+def _text(paths: Sequence[pathlib.Path], asked: Options, is_table: bool) -> str:
+    """The page about runs or a study, or its table as Markdown."""
+    if len(paths) == 1 and protocol.is_study(paths[0]):
+        methods = protocol.opened(paths[0])
+        if is_table:
+            return methods.table(control=asked.control or None).to_markdown()
+        return methods.page(title=asked.title)
+    if len(paths) == 1 and store.is_study(paths[0]):
+        cells = study.Study("", paths[0])
+        return "\n".join(cells.tables()) if is_table else cells.page(asked.title)
+    entries = page.read(paths)
+    if is_table:
+        return page.markdown(entries, asked.control)
+    return page.page(entries, asked.control, title=asked.title)
 
 
 if __name__ == "__main__":

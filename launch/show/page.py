@@ -11,7 +11,7 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import sweep
 from launch.folder import record
 from launch.run import summaries
-from launch.show import drawn, figures, looks, origin, svg, table, words
+from launch.show import drawn, figures, looks, origin, sheets, svg, table, words
 
 Entry, Entries = drawn.Entry, drawn.Entries
 # Metrics beside the headlines that have columns; the others are in a table below
@@ -69,9 +69,7 @@ def page(
     common.
     """
     runs, names = [entry.run for entry in entries], [entry.name for entry in entries]
-    metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
-    base, several = _control(entries, control), len(entries) > 1
-    columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
+    (metric, base, columns, same), several = _table(entries, control), len(entries) > 1
     others = itertools.filterfalse(_is_column, _metrics(entries))
     first, *sections = drawn.sections(entries, metric, settings)
     return svg.render(
@@ -99,6 +97,34 @@ def page(
         speeds=_speeds(entries),
         machines=_machines(entries),
     )
+
+
+def markdown(entries: Entries, control: str = "") -> str:
+    """The table of `page` as Markdown, with the best in bold and its sentences."""
+    metric, base, columns, same = _table(entries, control)
+
+    def text(cell: Cell) -> str:
+        return f"**{cell.text}**" if cell.is_best else cell.text
+
+    rows = [
+        (entry.name, [text(cells[number]) for _, cells in columns])
+        for number, entry in enumerate(entries)
+    ]
+    lines = sheets.lines([head for head, _ in columns], rows)
+    said = [_answer(entries, metric, base), *_notes(entries)]
+    said = [_setting(entries), " ".join(said), _legend(entries, metric, same, False)]
+    return "\n".join([*lines, "", "\n\n".join(said), ""])
+
+
+def _table(
+    entries: Entries, control: str
+) -> tuple[words.Metric, Entry, Columns, list[str]]:
+    """The metric, the run to compare with, the columns, and those of one value."""
+    runs = [entry.run for entry in entries]
+    metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
+    base = _control(entries, control)
+    columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
+    return metric, base, columns, same
 
 
 def _origin(runs: Sequence[record.Record]) -> str:
@@ -274,7 +300,12 @@ def _best(entries: Entries) -> str:
     return f" No value is marked as the best, as the runs differ in {', '.join(parts)}."
 
 
-def _legend(entries: Entries, metric: words.Metric, same: Sequence[str]) -> str:
+def _legend(
+    entries: Entries,
+    metric: words.Metric,
+    same: Sequence[str],
+    has_colours: bool = True,
+) -> str:
     """What the numbers of the table are; `same` are those of all runs."""
     counts = [(entry.name, len(entry.run.clients["seeds"])) for entry in entries]
     seeds = max(count for _, count in counts)
@@ -286,7 +317,7 @@ def _legend(entries: Entries, metric: words.Metric, same: Sequence[str]) -> str:
     if fewer := [f"{name} {count}" for name, count in counts if count < seeds]:
         text += f" Fewer seeds: {', '.join(fewer)}; differences to these are of means."
     text += _best(entries)
-    if len(entries) > 1:
+    if len(entries) > 1 and has_colours:
         text += f" Coloured differences are shown by the clients ({table.TEST})."
     if same:
         text += f" In all runs: {', '.join(same)}."

@@ -98,6 +98,7 @@ def test_usual_names_of_labels(name):
         ({"y": 1, "label": 1}, "", "", "y, label could hold the labels; give --label"),
         ({}, "kind", "", "no column --label=kind; the columns are height, site"),
         ({}, "species", "who", "no column --owner=who; the columns are height"),
+        ({}, "species", "sit", "no column --owner=sit; .*; did you mean site\\?"),
         ({}, "species", "species", "--owner=species are the same column"),
         ({}, "species", "", "columns are not numbers: site; drop them, encode"),
         ({"when": pandas.Timestamp("2020")}, "species", "site", "not numbers: when"),

@@ -240,6 +240,8 @@ def test_measures_of_a_shared_model_are_of_each_clients_own_rows(data):
     ]
     chex.assert_trees_all_close(*found, rtol=1e-5)
     assert found[0][0]["rows"].sum(1).tolist() == TEST
+    with pytest.raises(ValueError, match="nothing is personal"):
+        types.Serving.each(MODEL, {"params": {}})
 
 
 def test_a_sample_is_the_same_in_every_evaluation():

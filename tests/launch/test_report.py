@@ -224,6 +224,13 @@ def test_the_command(folders, undrawn, tmp_path, capsys):
     report.command([*argv, "--control=fedper"])
     assert capsys.readouterr().out.split() == [str(path)]
     assert "against FedPer" in path.read_text()
+    table = path.with_suffix(".md")
+    report.command([*argv, "--control=fedper", f"--output={table}"])
+    assert capsys.readouterr().out.split() == [str(table)]
+    head, line, *rows, _, _ = table.read_text().replace("**", "").splitlines()[:7]
+    cells = [row.strip("| ").split(" | ") for row in (head, *rows)]
+    assert [["run", *cells[0]], *cells[1:]] == Page(path.read_text()).rows[:4]
+    assert set(line) == set("|-") and "**" in table.read_text()
     for more, code, part in (
         (["--control=nix"], 2, "--control=nix: expected one of FedAvg"),
         ([str(tmp_path)], 2, "holds no run that has measured"),
