@@ -68,6 +68,8 @@ def read(path: pathlib.Path) -> Record:
 
     Raises ValueError if it holds no run with measurements, or a damaged one.
     """
+    if not path.is_dir():
+        raise ValueError(f"{path}: there is no such folder; give that of a run")
     summary = finished.read(path)
     is_there = (path / finished.METRICS).is_file()
     if not (records := finished.records(path) if is_there else []):

@@ -218,9 +218,11 @@ class Workdir(loop.Listener):
         stored = stored.completed(self.run.config, self.run.hparams)
         now = self._flags
         if odd := stored.differences(now):
+            cure = "choose another --workdir"
+            if self.run.config.resume:
+                cure += f", or continue that run with --flagfile={path} --resume"
             raise ValueError(
-                f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; "
-                "choose another --workdir"
+                f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; {cure}"
             )
         if stored.is_by_text(now) and not self._has_noted_text:
             self._has_noted_text = True

@@ -15,7 +15,8 @@ from launch.run.loop import Listener, Records
 from launch.run.run import Run
 
 QUIET_SECONDS = 3.0  # of compilation, before a line is printed
-LONG_SECONDS = 30.0  # of a run that says after its first round what it will take
+LONG_SECONDS = 30.0  # of a run that says after its first rounds what it will take
+STEADY_SECONDS = 2.0  # of rounds, before they say how long others take
 
 
 class Progress(Listener):
@@ -44,7 +45,7 @@ class Progress(Listener):
     def on_compile(self, run: Run) -> Iterator[None]:
         """Shows that something is compiled, with a running clock or in one line."""
         done, begin = threading.Event(), time.perf_counter()
-        text = f"compiling {run.config.algo} (first time; cached afterwards)"
+        text = f"compiling {run.config.algo} (or reading what is compiled already)"
 
         def tick() -> None:
             while not done.wait(0.5):
@@ -92,8 +93,8 @@ class Progress(Listener):
             self._bar.close()
 
     def _foretell(self, run: Run) -> None:
-        """Says once what a long run will take, as soon as a round has been timed."""
-        if self._has_foretold or run.round == self._start:
+        """Says once what a long run will take, as soon as rounds have been timed."""
+        if self._has_foretold or not self._is_timed(run):
             return
         self._has_foretold = True
         rounds, evaluations, seconds = self._to_come(run)
@@ -113,6 +114,10 @@ class Progress(Listener):
         trained = run.totals.seconds - self._trained
         return trained / rounds, (run.evaluation_seconds - self._evaluated) / every
 
+    def _is_timed(self, run: Run) -> bool:
+        """Whether rounds took long enough, as the first may take longer than others."""
+        return run.totals.seconds - self._trained >= STEADY_SECONDS
+
     def _to_come(self, run: Run) -> tuple[int, int, float]:
         """How many rounds and evaluations are to come, and their seconds."""
         rounds = run.config.rounds - run.round
@@ -123,7 +128,7 @@ class Progress(Listener):
 
     def _left(self, run: Run) -> str:
         """The estimated time that is left."""
-        if run.round <= self._start or run.round >= run.config.rounds:
+        if not self._is_timed(run) or run.round >= run.config.rounds:
             return ""
         return f", {duration(self._to_come(run)[2])} left"
 

@@ -266,7 +266,7 @@ def test_bubbles_are_class_counts(runs):
     ("argv", "words"),
     [
         ([], "give the folders"),
-        (["/nowhere"], "/nowhere holds no run that has measured"),
+        (["/nowhere"], "/nowhere: there is no such folder"),
         (["RUN", "--kind=pie"], "--kind=pie: expected one of"),
         (["RUN", "--metric=c_gen"], "--metric=c_gen: the runs share"),
         (["RUN", "--metric=client_accuracy,c_gen"], "the runs share"),
