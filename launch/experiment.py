@@ -138,7 +138,7 @@ class Experiment(Run):
 
     def params(
         self,
-        client_id: int,
+        client_id: int | str,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> types.Params:
@@ -147,21 +147,21 @@ class Experiment(Run):
 
     def client_model(
         self,
-        client_id: int | None = None,
+        client_id: int | str | None = None,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> client_model.ClientModel:
         """The present personalized model of a client, or the server's model.
 
-        `client_id` is 0..K-1, None = the server's first model. `seed` is one of
-        `seeds`, None = the first. A sweep needs one of `points`. Raises ValueError if
-        there is no such client, seed, point or model.
+        `client_id` is 0..K-1 or an owner's name, None = the server's first model.
+        `seed` is one of `seeds`, None = the first. A sweep needs one of `points`.
+        Raises ValueError if there is no such client, seed, point or model.
         """
         return client_model.find(self, client_id, seed, point)
 
     def predict(
         self,
-        client_id: int | None,
+        client_id: int | str | None,
         images: Any,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
@@ -177,7 +177,7 @@ class Experiment(Run):
         self,
         x: Any,
         y: Any,
-        client_id: int | None = None,
+        client_id: int | str | None = None,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
@@ -188,7 +188,7 @@ class Experiment(Run):
         return self.client_model(client_id, seed, point).evaluate(x, y)
 
     def rows(
-        self, client_id: int, split: str = "test", seed: int | None = None
+        self, client_id: int | str, split: str = "test", seed: int | None = None
     ) -> np.ndarray:
         """The numbers of a client's rows in the data set, int[n].
 
@@ -198,7 +198,7 @@ class Experiment(Run):
 
     def predictions(
         self,
-        client_id: int,
+        client_id: int | str,
         split: str = "test",
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
@@ -211,7 +211,7 @@ class Experiment(Run):
 
     def confusion(
         self,
-        client_id: int,
+        client_id: int | str,
         split: str = "test",
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
@@ -221,7 +221,7 @@ class Experiment(Run):
 
     def embeddings(
         self,
-        client_id: int,
+        client_id: int | str,
         stage: int | str,
         split: str = "test",
         seed: int | None = None,
@@ -236,7 +236,7 @@ class Experiment(Run):
     def save_model(
         self,
         path: Any,
-        client_id: int | None = None,
+        client_id: int | str | None = None,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> pathlib.Path:

@@ -23,7 +23,7 @@ class Options:
     output: str = option(
         "model.msgpack", "file to write, " + ", ".join(client_model.SUFFIXES)
     )
-    client: int = option(-1, "the client to export, -1 = the server")
+    client: str = option("-1", "number or owner's name of a client, -1 = the server")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     point: str = option("", "the point of a sweep, such as client_lr=0.1")
     data_dir: str = option("", "folder of the data set, if it moved")
@@ -45,7 +45,9 @@ def command(argv: list[str]) -> None:
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")
-        client = None if asked.client == -1 else asked.client
+        is_number = asked.client.lstrip("-").isdecimal()
+        client = int(asked.client) if is_number else asked.client
+        client = None if client == -1 else client
         seed = None if asked.seed == -1 else asked.seed
         point = _point(asked.point, experiment.points)
         print(experiment.save_model(asked.output, client, seed, point))

@@ -197,18 +197,24 @@ class ClientModel(NamedTuple):
         return images.astype(kind) if of else arrays.as_float32(images, "x")
 
 
-def check_client(run: Run, client_id: Any) -> None:
-    """Refuses what is not one of 0..K-1 (ValueError)."""
-    most = run.config.num_clients - 1
+def number_of(run: Run, client_id: Any) -> int:
+    """One of 0..K-1 as it is, or the number of an owner by name, or a ValueError."""
+    most, owners = run.config.num_clients - 1, run.owners or ()
+    if isinstance(client_id, str) and client_id in owners:
+        return owners.index(client_id)
     is_number = isinstance(client_id, numbers.Integral)
     is_id = is_number and not isinstance(client_id, bool)
     if not (is_id and 0 <= client_id <= most):
-        raise ValueError(f"client_id={limits.shown(client_id)}: expected 0..{most}")
+        names = f", or one of the owners {labels.listed(owners)}" if owners else ""
+        raise ValueError(
+            f"client_id={limits.shown(client_id)}: expected 0..{most}{names}"
+        )
+    return client_id
 
 
 def find(
     run: Run,
-    client_id: int | None,
+    client_id: int | str | None,
     seed: int | None = None,
     point: Mapping[str, float] | None = None,
 ) -> ClientModel:
@@ -220,7 +226,7 @@ def find(
     processes.meet("a client's or the server's model")
     index, config = run.seed_index(seed), run.config
     if client_id is not None:
-        check_client(run, client_id)
+        client_id = number_of(run, client_id)
     run.start()
     variant, cohort = run.variant(seed, point), run.planner.drawn(index, run.round)
     state, cohort, slot = run.simulation.around(client_id, variant, cohort)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 SPLITS = ("train", "val", "test")
 
 
-def rows(run: Run, client_id: int, split: str, seed: int | None) -> np.ndarray:
+def rows(run: Run, client_id: int | str, split: str, seed: int | None) -> np.ndarray:
     """The numbers of a client's rows in the data set, int[n]; ValueError if unknown."""
     options.check_one_of("split", split, SPLITS)
-    client_model.check_client(run, client_id)
+    client_id = client_model.number_of(run, client_id)
     index, found = run.seed_index(seed), run.data.partition
     if split == "val" and isinstance(found.val, tuple):
         raise ValueError(
@@ -34,7 +34,7 @@ def rows(run: Run, client_id: int, split: str, seed: int | None) -> np.ndarray:
 
 
 def _asked(
-    run: Run, client_id: int, split: str, seed: int | None, point: Any
+    run: Run, client_id: int | str, split: str, seed: int | None, point: Any
 ) -> tuple[client_model.ClientModel, np.ndarray, np.ndarray]:
     """A client's model, its rows, and the examples of these, where all below looks."""
     mine = rows(run, client_id, split, seed)

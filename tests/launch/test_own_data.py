@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 from PIL import Image
 
-from launch import build, main, report
+from launch import build, export, main, report
 from launch.assemble import model_files
 from launch.folder import record
 from tests import synthetic
@@ -114,7 +114,14 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     assert found.clients["owner_names"].tolist() == ["a", "c"]
     made = build.load("runs/local-own-seed0")
     assert made.owners == ("a", "c") and made.data.image.shape == (44, 6, 6, 3)
-    by_channel = made.predict(1, x)
+    by_channel = made.predict("c", x)
+    with pytest.raises(
+        ValueError, match="'d': expected 0..1, or one of the owners a, c"
+    ):
+        made.predict("d", x)
+    export.command(["export", "runs/local-own-seed0", "--client=c"])
+    by_number = made.save_model("other.msgpack", 1)
+    assert (tmp_path / "model.msgpack").read_bytes() == by_number.read_bytes()
     np.testing.assert_array_equal(by_channel, made.predict(1, np.moveaxis(x, 1, -1)))
 
 
