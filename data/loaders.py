@@ -389,6 +389,14 @@ def is_own(name: str) -> bool:
     return name == ARRAYS or (":" in name and name.partition(":")[0] in kinds)
 
 
+def _kind_of_file(path: pathlib.Path) -> str:
+    """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
+    if path.is_dir() and len(path.parts) > 1:
+        return "images"
+    kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf"}
+    return kinds.get(path.suffix, "") if path.is_file() else ""
+
+
 def load(
     name: str,
     data_dir: str,
@@ -439,6 +447,10 @@ def load(
     if name == ARRAYS:
         raise ValueError(
             f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
+        )
+    if name not in DATASETS and (kind := _kind_of_file(pathlib.Path(name))):
+        raise ValueError(
+            f"--{flag}={name} is yours and none of ours; give {kind}:{name}"
         )
     others = texts.TEXTS if flag == "dataset" else ()
     options.check_one_of(flag, name, [*DATASETS, *others], f", {', '.join(FILES)}")

@@ -106,7 +106,7 @@ def _why_not(
     if name in other_names:
         return "shapes the data, the models or the run"
     if name not in known:
-        return "is not an option of this algorithm"
+        return f"is not an option of this algorithm{options.nearest(name, known)}"
     value, kind = getattr(hparams, name), known[name].type
     if kind is float or str(kind).startswith("float"):
         if known[name].metadata.get("is_static"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -218,7 +219,9 @@ class Workdir(loop.Listener):
         stored = stored.completed(self.run.config, self.run.hparams)
         now = self._flags
         if odd := stored.differences(now):
-            cure = "choose another --workdir"
+            names = (f"{self.path}-{number}" for number in itertools.count(2))
+            free = next(name for name in names if not os.path.lexists(name))
+            cure = f"choose another, as --workdir={free}"
             if self.run.config.resume:
                 cure += f", or continue that run with --flagfile={path} --resume"
             raise ValueError(

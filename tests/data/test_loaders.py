@@ -415,6 +415,16 @@ def test_a_name_that_is_nearly_one(name, meant):
     assert str(error.value).endswith(f"; did you mean {meant}?" if meant else "PATH")
 
 
+def test_a_path_without_its_kind(tmp_path):
+    """The kind is suggested by what is there."""
+    (tmp_path / "a.npz").touch()
+    for path, kind in ((tmp_path, "images"), (tmp_path / "a.npz", "npz")):
+        with pytest.raises(ValueError, match=f"none of ours; give {kind}:{path}$"):
+            loaders.load(str(path), "")
+    with pytest.raises(ValueError, match="expected one of"):
+        loaders.load(str(tmp_path / "b.npz"), "")
+
+
 def test_mnist_5k():
     """5,000 images: 400 train rows and 100 test rows of every class."""
     got = loaders.load("mnist_5k", "")

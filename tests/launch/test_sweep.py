@@ -199,7 +199,7 @@ def test_resumed_it_is_the_same(swept, blobs, tmp_path):
     assert (
         again.summary()["parameters_sha256"] == (whole.summary()["parameters_sha256"])
     )
-    with pytest.raises(ValueError, match="choose another.*, or continue that run"):
+    with pytest.raises(ValueError, match="run-2, or continue that run"):
         make(
             blobs, sweep="client_lr=0.02,0.3", num_seeds=2, workdir=folder, resume=True
         ).run(progress=False)
@@ -217,6 +217,7 @@ def test_resumed_it_is_the_same(swept, blobs, tmp_path):
         ("aggregation=1,2", "aggregation is a choice.*compare"),
         ("partition_alpha=0.1,1", "partition_alpha shapes the data.*compare"),
         ("model_width=0.5,1", "model_width shapes the data.*compare"),
+        ("client_rl=0.1,0.5", "an option of this algorithm; did you mean client_lr?"),
         ("density=0.1,0.5", "density is not an option of this algorithm"),
         ("weight_decay=0,0.1", "0 takes weight_decay out of the program"),
     ],
