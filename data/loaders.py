@@ -4,6 +4,7 @@ import functools
 import gzip
 import importlib.util
 import logging
+import os
 import pathlib
 import socket
 import struct
@@ -389,12 +390,12 @@ def is_own(name: str) -> bool:
     return name == ARRAYS or (":" in name and name.partition(":")[0] in kinds)
 
 
-def _kind_of_file(path: pathlib.Path) -> str:
+def _kind_of_file(path: str) -> str:
     """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
-    if path.is_dir() and len(path.parts) > 1:
+    if os.path.isdir(path) and os.sep in path:
         return "images"
     kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf"}
-    return kinds.get(path.suffix, "") if path.is_file() else ""
+    return kinds.get(os.path.splitext(path)[1], "") if os.path.isfile(path) else ""
 
 
 def load(
@@ -448,7 +449,7 @@ def load(
         raise ValueError(
             f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
         )
-    if name not in DATASETS and (kind := _kind_of_file(pathlib.Path(name))):
+    if name not in DATASETS and (kind := _kind_of_file(name)):
         raise ValueError(
             f"--{flag}={name} is yours and none of ours; give {kind}:{name}"
         )

@@ -45,7 +45,7 @@ def command(argv: list[str]) -> None:
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")
-        is_number = asked.client.lstrip("-").isdecimal()
+        is_number = asked.client.removeprefix("-").isdecimal()
         client = int(asked.client) if is_number else asked.client
         client = None if client == -1 else client
         seed = None if asked.seed == -1 else asked.seed

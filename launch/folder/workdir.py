@@ -223,7 +223,8 @@ class Workdir(loop.Listener):
             free = next(name for name in names if not os.path.lexists(name))
             cure = f"choose another, as --workdir={free}"
             if self.run.config.resume:
-                cure += f", or continue that run with --flagfile={path} --resume"
+                same = f"--flagfile={path} --workdir={self.path} --resume"
+                cure += f", or continue that run with {same}"
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; {cure}"
             )

@@ -199,7 +199,7 @@ def test_resumed_it_is_the_same(swept, blobs, tmp_path):
     assert (
         again.summary()["parameters_sha256"] == (whole.summary()["parameters_sha256"])
     )
-    with pytest.raises(ValueError, match="run-2, or continue that run"):
+    with pytest.raises(ValueError, match="run-2, or continue that run with .*--work"):
         make(
             blobs, sweep="client_lr=0.02,0.3", num_seeds=2, workdir=folder, resume=True
         ).run(progress=False)
