@@ -393,7 +393,7 @@ def is_own(name: str) -> bool:
 def _kind_of_file(path: str) -> str:
     """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
     if os.path.isdir(path) and os.sep in path:
-        return "images"
+        return "leaf" if any(pathlib.Path(path).glob("*.json")) else "images"
     kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf"}
     return kinds.get(os.path.splitext(path)[1], "") if os.path.isfile(path) else ""
 

@@ -9,7 +9,6 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-from fedjax_pfl import options
 from fedjax_pfl.options import option
 from launch import build, ending
 from launch.config import flags
@@ -23,7 +22,8 @@ class Options:
     output: str = option(
         "model.msgpack", "file to write, " + ", ".join(client_model.SUFFIXES)
     )
-    client: str = option("-1", "number or owner's name of a client, -1 = the server")
+    client: int = option(-1, "the client to export, -1 = the server")
+    owner: str = option("", "the client to export, by its owner's name")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     point: str = option("", "the point of a sweep, such as client_lr=0.1")
     data_dir: str = option("", "folder of the data set, if it moved")
@@ -45,9 +45,9 @@ def command(argv: list[str]) -> None:
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:
             raise ValueError(f"{folders[0]} has no checkpoint yet")
-        is_number = asked.client.removeprefix("-").isdecimal()
-        client = int(asked.client) if is_number else asked.client
-        client = None if client == -1 else client
+        client = asked.owner or (None if asked.client == -1 else asked.client)
+        if asked.owner and asked.client != -1:
+            raise ValueError("--client and --owner name a client twice; omit one")
         seed = None if asked.seed == -1 else asked.seed
         point = _point(asked.point, experiment.points)
         print(experiment.save_model(asked.output, client, seed, point))
@@ -58,7 +58,8 @@ def _point(line: str, known: Sequence[Mapping[str, float]]) -> Mapping[str, floa
     labels = {",".join(f"{k}={v}" for k, v in one.items()): one for one in known}
     if line and "" in labels:
         raise ValueError(f"--point={line}: the run is no sweep; omit it")
-    options.check_one_of("point", line, labels)
+    if line not in labels:
+        raise ValueError(f"--point={line}: expected one of {', '.join(labels)}")
     return labels[line]
 
 

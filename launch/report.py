@@ -1,7 +1,7 @@
 """Writes a page about runs: `python -m launch.report WORKDIR... --output=report.html`.
 
 The folder of a study (`launch.study`) gives the page of its finished cells. A name that
-ends in `.md` gives the table alone, as Markdown.
+ends in `.md` gives its table and first sentences, as Markdown.
 
 The self-contained HTML file shows which method is best and by how much, curves over
 rounds, messages and seconds, the gain of each client, the settings that differ, and the

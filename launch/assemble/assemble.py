@@ -105,7 +105,6 @@ def assemble(
     task = execution_step.chosen(settings, planned, data, first, len(points), target)
     made, of_others = _program(settings, planned, task, data, first, points)
     _check_choosing(config, made.program.algorithm, data.partition)
-    _check_measured(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     lines = notes.of_plans(made.program.algorithm.plans, planned.num_rows)
@@ -156,20 +155,6 @@ def _check_choosing(
         "to measure on validation rows without owners; give their owners with "
         "--partition=natural, or --val_split=0.2 in their place"
     )
-
-
-def _check_measured(
-    config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
-) -> None:
-    """Refuses (ValueError) a method of clients' models alone without rows of theirs."""
-    if algorithm.server is not None or config.c_gen:
-        return
-    if not any(one.test.count.any() for one in partition.measured().values()):
-        raise ValueError(
-            f"--algo={config.algo} has clients' models alone, and no test row belongs "
-            "to a client, so that nothing would be measured; take "
-            "--test_split=client_share"
-        )
 
 
 def _refuse_large(

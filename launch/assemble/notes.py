@@ -160,8 +160,9 @@ def of_owners(
     if count > config.num_clients:
         lost = int((source.client[: source.num_train] >= config.num_clients).sum())
         out.append(
-            f"--num_clients={config.num_clients} takes the first of {count} owners; "
-            f"{lost} of {source.num_train} train rows are of the others; "
+            f"--num_clients={config.num_clients} takes the first {config.num_clients} "
+            f"of {count} owners; {lost} of {source.num_train} train rows are of the "
+            "others; "
             f"--num_clients={count} takes all"
         )
     if owners:
@@ -226,14 +227,14 @@ def of_rows_of_nobody(
     elif loaders.is_own(config.dataset):
         owners = "give their owners with --partition=natural, or "
         cures = {kind: owners + cure for kind, cure in cures.items()}
-    out = []
-    for (kind, cure), one in zip(
-        cures.items(), partition.measured().values(), strict=False
-    ):
+    out, measured = [], partition.measured().values()
+    is_all = not any(one.test.count.any() for one in measured)
+    for (kind, cure), one in zip(cures.items(), measured, strict=False):
         total, owned = int((one.test.row[0] >= 0).sum()), int(one.test.count[0].sum())
         if total > owned:
             what = f"{total - owned} of {total}" if owned else f"the {total}"
             effect = f"are not measured, as --algo={config.algo} measures clients only"
+            effect += ", so that this run measures nothing" * is_all
             if algorithm.server is not None:
                 effect = "measure the server's model alone, and not those of clients"
             out.append(f"{what} {kind} rows belong to no client and {effect}; {cure}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data import files
+from data import files, loaders
 from fedjax_pfl import options as options_lib
 from launch.config import limits, registry, schema
 
@@ -189,6 +189,14 @@ class RunFlags:
             for name in sorted(names)
             if before.get(name) != after.get(name)
         ]
+
+    def is_of_command(self, differences: Sequence[str]) -> bool:
+        """Whether a command with these options continues the run in spite of those."""
+        is_of_python = (
+            "own_sha256" in self.hashes or self.options["dataset"] == loaders.ARRAYS
+        )
+        hashed = tuple(f"--{name}=" for name in HASHED)
+        return not (is_of_python or all(one.startswith(hashed) for one in differences))
 
     def is_by_text(self, now: RunFlags) -> bool:
         """Whether to compare custom code by its text, as other versions traced it."""

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -222,9 +223,9 @@ class Workdir(loop.Listener):
             names = (f"{self.path}-{number}" for number in itertools.count(2))
             free = next(name for name in names if not os.path.lexists(name))
             cure = f"choose another, as --workdir={free}"
-            if self.run.config.resume:
-                same = f"--flagfile={path} --workdir={self.path} --resume"
-                cure += f", or continue that run with {same}"
+            if self.run.config.resume and stored.is_of_command(odd):
+                same = [f"--flagfile={path}", f"--workdir={self.path}", "--resume"]
+                cure += f", or continue that run with {shlex.join(same)}"
             raise ValueError(
                 f"--workdir={self.path} holds a run with {'; '.join(odd[:4])}; {cure}"
             )

@@ -205,7 +205,8 @@ def number_of(run: Run, client_id: Any) -> int:
     is_number = isinstance(client_id, numbers.Integral)
     is_id = is_number and not isinstance(client_id, bool)
     if not (is_id and 0 <= client_id <= most):
-        names = f", or one of the owners {labels.listed(owners)}" if owners else ""
+        quoted = labels.listed(list(map(repr, owners)))
+        names = f", or an owner's name, {quoted}" if owners else ""
         raise ValueError(
             f"client_id={limits.shown(client_id)}: expected 0..{most}{names}"
         )

@@ -116,10 +116,10 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     assert made.owners == ("a", "c") and made.data.image.shape == (44, 6, 6, 3)
     by_channel = made.predict("c", x)
     with pytest.raises(
-        ValueError, match="'d': expected 0..1, or one of the owners a, c"
+        ValueError, match="'d': expected 0..1, or an owner's name, 'a', "
     ):
         made.predict("d", x)
-    export.command(["export", "runs/local-own-seed0", "--client=c"])
+    export.command(["export", "runs/local-own-seed0", "--owner=c"])
     by_number = made.save_model("other.msgpack", 1)
     assert (tmp_path / "model.msgpack").read_bytes() == by_number.read_bytes()
     np.testing.assert_array_equal(by_channel, made.predict(1, np.moveaxis(x, 1, -1)))
@@ -188,7 +188,7 @@ def test_tables(tmp_path):
     assert runs[0].split_sha256 == runs[1].split_sha256
     one = build.experiment(dataset=table(), **given | {"num_clients": 1})
     assert (
-        "--num_clients=1 takes the first of 2 owners; 17 of 47 train rows are of the "
+        "--num_clients=1 takes the first 1 of 2 owners; 17 of 47 train rows are of the "
         "others; --num_clients=2 takes all" in one.notes
     )
 
