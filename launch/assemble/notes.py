@@ -162,8 +162,7 @@ def of_owners(
         out.append(
             f"--num_clients={config.num_clients} takes the first {config.num_clients} "
             f"of {count} owners; {lost} of {source.num_train} train rows are of the "
-            "others; "
-            f"--num_clients={count} takes all"
+            f"others; --num_clients={count} takes all"
         )
     if owners:
         out.append(
