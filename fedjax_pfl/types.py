@@ -637,12 +637,12 @@ class Serving:
 
         Raises ValueError if `own` has no array.
         """
-        if not jax.tree.leaves(own):
+        if not (leaves := jax.tree.leaves(own)):
             raise ValueError(
                 "Serving.each: `own` has no array, so that nothing is personal; give "
                 "the rows of a part that is, or serve with Serving.one"
             )
-        count = jax.tree.leaves(own)[0].shape[0]
+        count = leaves[0].shape[0]
         ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
         mask = jnp.ones(count, bool) if mask is None else mask
         return cls(own, shared, ids, mask, model, build, client_id is None)

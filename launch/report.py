@@ -35,18 +35,15 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if not folders:
             raise ValueError("give the folders of one or more finished runs")
-        text = _text(
-            [pathlib.Path(folder) for folder in folders],
-            asked,
-            asked.output.endswith(".md"),
-        )
+        text = _text([pathlib.Path(folder) for folder in folders], asked)
     with ending.writing("output", asked.output):
         svg.write(asked.output, text)
     print(asked.output)
 
 
-def _text(paths: Sequence[pathlib.Path], asked: Options, is_table: bool) -> str:
+def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
     """The page about runs or a study, or its table as Markdown."""
+    is_table = asked.output.endswith(".md")
     if len(paths) == 1 and protocol.is_study(paths[0]):
         methods = protocol.opened(paths[0])
         if is_table:

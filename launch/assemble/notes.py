@@ -232,9 +232,10 @@ def of_rows_of_nobody(
         total, owned = int((one.test.row[0] >= 0).sum()), int(one.test.count[0].sum())
         if total > owned:
             what = f"{total - owned} of {total}" if owned else f"the {total}"
-            effect = f"are not measured, as --algo={config.algo} measures clients only"
-            effect += ", so that this run measures nothing" * is_all
-            if algorithm.server is not None:
-                effect = "measure the server's model alone, and not those of clients"
+            effect = "measure the server's model alone, and not those of clients"
+            if algorithm.server is None:
+                why = f"as --algo={config.algo} measures clients only"
+                effect = f"are not measured, {why}"
+                effect += ", so that this run measures nothing" * is_all
             out.append(f"{what} {kind} rows belong to no client and {effect}; {cure}")
     return out

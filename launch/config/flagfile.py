@@ -161,8 +161,8 @@ class RunFlags:
         }
         return RunFlags(known | self.options, self.hashes, self.dropped)
 
-    def differences(self, now: RunFlags) -> list[str]:
-        """The parts of a run's identity that have changed, as readable pairs.
+    def changed(self, now: RunFlags) -> list[str]:
+        """The names of the parts of a run's identity that have changed.
 
         Custom code is compared by what it computes if the same versions traced both,
         and otherwise by its text, see `is_by_text`. Hashes that an earlier version did
@@ -180,23 +180,26 @@ class RunFlags:
             # The same clients have another name: a file has moved, or became arrays.
             names -= {"dataset"}
 
+        return [name for name in sorted(names) if before.get(name) != after.get(name)]
+
+    def differences(self, now: RunFlags) -> list[str]:
+        """What has `changed`, as readable pairs."""
+        before, after = self.options | self.hashes, now.options | now.hashes
+
         def shown(side: Mapping[str, str], name: str) -> str:
             return side.get(name, "unset")[: 12 if name in HASHED else None]
 
         return [
             f"--{name}={shown(before, name)}, not {shown(after, name)}"
             + (f" ({HASHED[name]})" if name in HASHED else "")
-            for name in sorted(names)
-            if before.get(name) != after.get(name)
+            for name in self.changed(now)
         ]
 
-    def is_of_command(self, differences: Sequence[str]) -> bool:
-        """Whether a command with these options continues the run in spite of those."""
-        is_of_python = (
-            "own_sha256" in self.hashes or self.options["dataset"] == loaders.ARRAYS
-        )
-        hashed = tuple(f"--{name}=" for name in HASHED)
-        return not (is_of_python or all(one.startswith(hashed) for one in differences))
+    def is_of_command(self, now: RunFlags) -> bool:
+        """Whether a command with these options continues the run where `now` cannot."""
+        if "own_sha256" in self.hashes or self.options["dataset"] == loaders.ARRAYS:
+            return False  # what Python gave is in no option
+        return not HASHED.keys() >= set(self.changed(now))
 
     def is_by_text(self, now: RunFlags) -> bool:
         """Whether to compare custom code by its text, as other versions traced it."""

@@ -223,7 +223,7 @@ class Workdir(loop.Listener):
             names = (f"{self.path}-{number}" for number in itertools.count(2))
             free = next(name for name in names if not os.path.lexists(name))
             cure = f"choose another, as --workdir={free}"
-            if self.run.config.resume and stored.is_of_command(odd):
+            if self.run.config.resume and stored.is_of_command(now):
                 same = [f"--flagfile={path}", f"--workdir={self.path}", "--resume"]
                 cure += f", or continue that run with {shlex.join(same)}"
             raise ValueError(
