@@ -152,6 +152,15 @@ class Plan(NamedTuple):
         """Kernels of the training step that has most, 0 if nothing is trained."""
         return max((loop.all_kernels for loop in self.parts.steps()), default=0)
 
+    def round_on_gpu(self) -> dict[str, int]:
+        """What `estimate` says of the program of the rounds for a GPU."""
+        return {
+            "kernels_per_step": self.step_kernels,
+            "kernels_outside_steps": self.parts.all_kernels - self.step_kernels,
+            "loops": self.parts.num_loops,
+            "loops_of_unknown_turns": self.parts.unknown(),
+        }
+
     def figures(self, is_gpu: bool = False) -> dict[str, Any]:
         """The fields by name, with `cycles` or `kernels` instead of `parts`."""
         numbers = self._asdict()
@@ -230,20 +239,12 @@ def estimate(run: Run) -> dict[str, Any]:
     """
     note = narrow.fit(run)
     plans = {name: _ahead(run, name) for name in run.program.names}
-    how, specs = run.task.execution, run.program.algorithm.plans
-    clients = how.chunk * len(run.simulation.calls[0].variants)
-    most = int(np.max(run.data.partition.train.count))
-    batch_size = max((shapes.capped(s.batch_size, most) for s in specs), default=1)
+    clients = run.task.execution.chunk * len(run.simulation.calls[0].variants)
+    batch_size = _largest_batch(run)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
     chip, rounds = target.chip(run.target), plans["rounds"]
     if chip.gpu:
-        parts = rounds.parts
-        figures = {
-            "kernels_per_step": rounds.step_kernels,
-            "kernels_outside_steps": parts.all_kernels - rounds.step_kernels,
-            "loops": parts.num_loops,
-            "loops_of_unknown_turns": parts.unknown(),
-        }
+        figures = rounds.round_on_gpu()
     else:
         step = rounds.step_cycles
         is_wide = step and clients > 1
@@ -265,6 +266,13 @@ def estimate(run: Run) -> dict[str, Any]:
         "programs": {n: plan.figures(bool(chip.gpu)) for n, plan in plans.items()},
         "note": note,
     }
+
+
+def _largest_batch(run: Run) -> int:
+    """Examples in the largest batch of a client's training, 1 if none trains."""
+    most = int(np.max(run.data.partition.train.count))
+    specs = run.program.algorithm.plans
+    return max((shapes.capped(spec.batch_size, most) for spec in specs), default=1)
 
 
 def in_words(found: dict[str, Any]) -> str:
