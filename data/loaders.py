@@ -26,6 +26,7 @@ from data import (
     leaf,
     npz,
     official,
+    pfllib,
     texts,
 )
 from data.builders import cinic10, tiny_imagenet
@@ -40,7 +41,10 @@ FILES = {
     "csv:PATH": "your own table, with columns --label and optionally --owner",
     "images:PATH": "your own folder of images, class/file or owner/class/file",
     "leaf:PATH": "LEAF's JSON of images or features by owner, a file or a folder",
+    "pfllib:PATH": "PFLlib's folder of a data set, with train/0.npz, test/0.npz, ...",
 }
+WITH_LAYOUT = "npz:", "leaf:", "pfllib:"  # those that take `--layout`
+NORMALIZED = "pfllib:"  # its files hold examples as they are trained on
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -393,7 +397,9 @@ def is_own(name: str) -> bool:
 def _kind_of_file(path: str) -> str:
     """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
     if os.path.isdir(path) and os.sep in path:
-        return "leaf" if any(pathlib.Path(path).glob("*.json")) else "images"
+        of_files = {"train/[0-9]*.npz": "pfllib", "*.json": "leaf"}
+        folder = pathlib.Path(path)
+        return next((of_files[n] for n in of_files if any(folder.glob(n))), "images")
     kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf"}
     return kinds.get(os.path.splitext(path)[1], "") if os.path.isfile(path) else ""
 
@@ -419,8 +425,7 @@ def load(
             classes.
         text_length: Tokens of a row of a text, 0 = the text's default.
         owners: The owners of a text's rows, one of `texts.OWNERS`.
-        layout: The layout of images in an npz file or LEAF's JSON, one of
-            `arrays.LAYOUTS`.
+        layout: The layout of images in `WITH_LAYOUT`, one of `arrays.LAYOUTS`.
         label, owner: The columns of a CSV file, see `frames.from_frame`.
         labels: The labels of CIFAR-100, one of `official.KINDS`.
 
@@ -441,6 +446,7 @@ def load(
         "csv": lambda: frames.from_csv(path, label, owner),
         "images": lambda: images.from_folder(path, least),
         "leaf": lambda: leaf.load(path, layout, least),
+        "pfllib": lambda: pfllib.load(path, layout, least),
     }
     if ":" in name and kind in own:
         with files.named(f"--{flag}={name}"):

@@ -6,14 +6,13 @@ https://www.cs.toronto.edu/~kriz/cifar.html and http://ufldl.stanford.edu/housen
 import gzip
 import io
 import pathlib
-import pickle
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import files, memory
+from data import files, memory, pickles
 
 KINDS = "fine", "coarse"  # of the labels of CIFAR-100
 # The labels of an image, in the order of their bytes in the binary form
@@ -37,68 +36,6 @@ class Form(NamedTuple):
     read: Callable[[bytes, Sequence[str]], Mapping[Any, Any]]
 
 
-class _Array:
-    """Stands in for numpy's `_reconstruct`, and then for the array that it makes."""
-
-    def __new__(cls, *_: Any) -> Any:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, is_fortran, raw = state
-        array = np.frombuffer(raw, dtype.name)
-        self.array = array.reshape(shape, order="F" if is_fortran else "C")
-
-
-class _Dtype:
-    """Stands in for `numpy.dtype`, of numbers alone."""
-
-    def __init__(self, name: Any, *_: Any) -> None:
-        self.name = name.decode() if isinstance(name, bytes) else name
-        if self.name not in ("u1", "i8"):
-            raise ValueError("an array is neither of bytes nor of integers")
-
-    def __setstate__(self, state: Any) -> None:
-        if state[1] not in (b"<", b"|", "<", "|"):
-            raise ValueError("an array has another order of bytes")
-
-
-class _Encoded:
-    """Stands in for `_codecs.encode`, as which Python 3 writes bytes for Python 2."""
-
-    def __new__(cls, text: str, _: str) -> Any:
-        return text.encode("latin1")
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("bytes have no state")
-
-
-class _Unpickler(pickle._Unpickler):
-    """Reads arrays of numbers, lists, dicts, texts and bytes, and calls nothing else.
-
-    A pickle may name any function of any package and have it called. Here each name
-    that CIFAR's files contain is a class of this module, and other names are refused.
-
-    It is the unpickler in Python, since that in C fills gigabytes where one damaged
-    byte makes the number of an object large.
-    """
-
-    _NAMES = {
-        "numpy.core.multiarray._reconstruct": _Array,
-        "numpy._core.multiarray._reconstruct": _Array,
-        "numpy.ndarray": _Array,
-        "numpy.dtype": _Dtype,
-        "_codecs.encode": _Encoded,
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if found := self._NAMES.get(f"{module}.{name}"):
-            return found
-        raise ValueError(
-            f"it names {module}.{name}, but only numpy arrays, lists, dicts and bytes "
-            "are read"
-        )
-
-
 def _of_binary(raw: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
     width = len(names) + _PIXELS
     if not raw or len(raw) % width:
@@ -109,14 +46,7 @@ def _of_binary(raw: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 def _of_pickle(raw: bytes, names: Sequence[str]) -> dict[str, Any]:
-    try:
-        found = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
-    except (LookupError, EOFError) as error:
-        raise ValueError("it is not a pickle, or is damaged") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"it is a {type(found).__name__}, a dict is expected")
-    found = {k.decode() if isinstance(k, bytes) else k: v for k, v in found.items()}
-    return {k: v.array if isinstance(v, _Array) else v for k, v in found.items()}
+    return pickles.read(raw)
 
 
 def _of_mat(raw: bytes, names: Sequence[str]) -> Mapping[str, Any]:

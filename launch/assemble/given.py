@@ -184,7 +184,7 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
             "--proxy_fraction"
         )
     given = {"name": config.public_set, "data_dir": config.data_dir}
-    has_layout = config.public_set.startswith(("npz:", "leaf:"))
+    has_layout = config.public_set.startswith(loaders.WITH_LAYOUT)
     layout = config.layout if has_layout else "auto"
     public = loaders.load(**given, flag="public_set", layout=layout)
     public = dataset.fitted(public, config.image_size, config.image_channels)

@@ -97,6 +97,8 @@ def resolve(
             )
     if source.takes == "labelled tokens":
         rules |= {"normalization": "none", "augment": "none"}
+    if name.startswith(loaders.NORMALIZED):
+        rules["normalization"] = "none"
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition) | {"examples_per_client": 0}
     if partition == "classes" and config.client_classes:
@@ -170,7 +172,7 @@ def check_data(
         "owned texts": text is not None and text.has_owners,
         "images": text is None,
         "tables": has_columns or name.startswith("csv:"),
-        "arrays": has_axes or name.startswith(("npz:", "leaf:")),
+        "arrays": has_axes or name.startswith(loaders.WITH_LAYOUT),
         "coarse labels": name == "cifar100",
     }
     for field in dataclasses.fields(config):

@@ -27,7 +27,7 @@ DATA = {
     "owned texts": "a text with owners",
     "images": "other data than a text",
     "tables": "a CSV file or DataFrame",
-    "arrays": "arrays (npz:PATH or leaf:PATH)",
+    "arrays": "arrays (npz:PATH, leaf:PATH or pfllib:PATH)",
     "coarse labels": "--dataset=cifar100",
 }
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"
@@ -116,7 +116,8 @@ class Data:
 
     dataset: str = option(
         "mnist_5k",
-        "a data set's name, or your own: npz:PATH, csv:PATH, images:PATH, leaf:PATH",
+        "a data set's name, or your own: npz:PATH, csv:PATH, images:PATH, "
+        "leaf:PATH, pfllib:PATH",
         label="always",
     )
     layout: str = option(

@@ -140,8 +140,8 @@ class Runs:
     [
         (lambda path: Runs(path), "names posix.mkdir, but only numpy arrays"),
         (lambda path: {"data": [Runs(path)]}, "names posix.mkdir"),
-        (lambda path: np.array([Runs(path)]), "neither of bytes nor of integers"),
-        (lambda path: np.zeros(3, [("a", "O")]), "neither of bytes nor of integers"),
+        (lambda path: np.array([Runs(path)]), "names posix.mkdir"),
+        (lambda path: np.zeros(3, [("a", "O")]), "numbers are expected"),
         (lambda path: {"data": print}, "names (builtins|__builtin__).print"),
         (lambda path: {"data": 3 + 4j}, "names (builtins|__builtin__).complex"),
         (lambda path: [1, 2], "it is a list, a dict is expected"),

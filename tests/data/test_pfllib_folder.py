@@ -1,0 +1,200 @@
+"""Data sets as PFLlib's generators leave them, good files and bad ones."""
+
+import io
+import json
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+from data import loaders, memory
+from launch import build
+
+SIZES = {"train": (5, 4, 12), "test": (2, 3, 1)}  # of the clients 0, 2 and 10
+CLIENTS = (0, 2, 10)
+
+
+def clients_of(part, shape=(1, 6, 5), seed=0):
+    """{client: {x f32 [N, *shape], y int64[N]}} of a small folder."""
+    gen = np.random.default_rng([seed, len(part)])
+    return {
+        client: {
+            "x": gen.uniform(-1, 1, (size, *shape)).astype(np.float32),
+            "y": np.append(gen.integers(0, 3, size - 1), 2 * (part == "train")),
+        }
+        for client, size in zip(CLIENTS, SIZES[part], strict=True)
+    }
+
+
+def write(path, data):
+    """Writes a client's file as PFLlib's `save_file` does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "wb") as file:
+        np.savez_compressed(file, data=data)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for part in SIZES:
+        for client, held in clients_of(part).items():
+            write(tmp_path / "Digits" / part / f"{client}.npz", held)
+    (tmp_path / "Digits" / "config.json").write_text(json.dumps({"num_clients": 3}))
+    return tmp_path / "Digits"
+
+
+def load(folder, **given):
+    return loaders.load(f"pfllib:{folder}", "", **given)
+
+
+def test_rows_are_those_of_the_files(folder):
+    found = load(folder)
+    assert (found.num_train, found.num_test, found.num_classes) == (21, 6, 3)
+    assert found.owners == ("0", "2", "10")
+    parts = [held for part in SIZES for held in clients_of(part).values()]
+    x, y = (np.concatenate([held[name] for held in parts]) for name in "xy")
+    np.testing.assert_array_equal(found.image, x.transpose(0, 2, 3, 1))
+    np.testing.assert_array_equal(found.label, y)
+    owner = np.concatenate([np.repeat(range(3), SIZES[part]) for part in SIZES])
+    np.testing.assert_array_equal(found.client, owner)
+
+
+def test_a_run_has_pfllibs_clients(folder):
+    made = build.experiment(
+        dataset=f"pfllib:{folder}", algo="fedavg", preset="pfllib", model="mlp"
+    )
+    config = made.config
+    assert (config.partition, config.test_split) == ("natural", "official")
+    assert (config.num_clients, config.normalization) == (3, "none")
+    assert float(made.data.scale.min()) == float(made.data.scale.max()) == 1.0
+    for part, first in (("train", 0), ("test", 21)):
+        rows = getattr(made.data.partition, part)
+        ends = first + np.cumsum(SIZES[part])
+        for client, (end, size) in enumerate(zip(ends, SIZES[part], strict=True)):
+            start, count = rows.start[0, client], rows.count[0, client]
+            held = np.asarray(rows.row[0, start : start + count])
+            assert sorted(held) == list(range(end - size, end))
+
+
+def test_other_forms_of_rows(tmp_path):
+    for part in SIZES:
+        for client, held in clients_of(part, shape=(6, 5, 3)).items():
+            write(tmp_path / part / f"{client}.npz", held)
+    assert load(tmp_path, layout="nhwc").image.shape == (27, 6, 5, 3)
+    assert load(tmp_path).image.shape == (27, 5, 3, 6)
+    for client, held in clients_of("test", shape=(7,)).items():
+        write(tmp_path / "features" / "train" / f"{client}.npz", held)
+    found = load(tmp_path / "features")
+    assert (found.image.shape, found.num_test) == ((6, 7), 0)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_older_pickles(folder, protocol):
+    held = clients_of("train")[0]
+    whole = np.array(held, dtype=object)
+    buffer = io.BytesIO()
+    header = {"descr": "|O", "fortran_order": False, "shape": ()}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    pickle.dump(whole, buffer, protocol=protocol)
+    with zipfile.ZipFile(folder / "train" / "0.npz", "w") as archive:
+        archive.writestr("data.npy", buffer.getvalue())
+    image = load(folder).image[:5]
+    np.testing.assert_array_equal(image, held["x"].transpose(0, 2, 3, 1))
+
+
+class Foreign:
+    """Would make a folder when it is unpickled by another unpickler."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+BAD = {
+    "texts": (
+        {"x": np.array([([1, 2], 2), ([3], 1)], dtype=object), "y": np.array([0, 1])},
+        "texts are not read",
+    ),
+    "one label": (
+        {"x": np.zeros((3, 1, 4, 4), np.float32), "y": np.array([0, 1])},
+        "x has the shape [3, 1, 4, 4] and y [2]",
+    ),
+    "no labels": ({"x": np.zeros((3, 4), np.float32)}, "x and y of numbers"),
+    "no dict": ([1, 2], "data is int64 [2], a dict of x and y is expected"),
+    "another object": ({1}, "it is a set, a dict is expected"),
+    "complex": ({"x": np.zeros((2, 4), complex), "y": np.zeros(2)}, "complex128"),
+    "another order": ({"x": np.zeros((2, 4), ">f4"), "y": np.zeros(2)}, "order of"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_file_of_something_else(folder, kind):
+    data, reason = BAD[kind]
+    write(folder / "train" / "2.npz", data)
+    with pytest.raises(ValueError) as refused:
+        load(folder)
+    said = str(refused.value)
+    assert f"{folder}/train/2.npz cannot be read: " in said and reason in said
+    assert "\n" not in said and len(said) < 400
+
+
+def test_foreign_pickles_run_nothing(folder, tmp_path):
+    made = tmp_path / "made"
+    write(folder / "train" / "2.npz", {"x": Foreign(made), "y": np.zeros(2)})
+    with pytest.raises(ValueError, match=r"it names \w+\.mkdir, but only"):
+        load(folder)
+    assert not made.exists()
+
+
+def test_damaged_files(folder):
+    path = folder / "test" / "0.npz"
+    whole, seen = path.read_bytes(), 0
+    gen = np.random.default_rng(3)
+    for _ in range(60):
+        raw = bytearray(whole)
+        raw[gen.integers(len(raw))] ^= 1 << gen.integers(8)
+        path.write_bytes(raw[: gen.integers(len(raw))] if gen.random() < 0.5 else raw)
+        try:
+            load(folder)
+        except ValueError as error:
+            seen += 1
+            assert "\n" not in str(error) and str(folder) in str(error)
+    assert seen > 30
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        load(folder)
+
+
+def test_shapes_that_differ(folder):
+    write(folder / "train" / "2.npz", clients_of("train", shape=(1, 5, 5))[2])
+    with pytest.raises(ValueError, match=r"0\.npz are \[1, 6, 5\] and of .*2\.npz"):
+        load(folder)
+
+
+def test_a_client_without_train_rows(folder):
+    (folder / "train" / "2.npz").unlink()
+    with pytest.raises(ValueError, match="owners that only test rows have: 2;"):
+        load(folder)
+
+
+@pytest.mark.parametrize("inner", ["", "train", "nothing"])
+def test_another_folder(folder, inner):
+    for part in SIZES if not inner else ():
+        (folder / part).rename(folder.parent / part)
+    with pytest.raises(ValueError, match="give the folder that holds PFLlib's train"):
+        load(folder / inner)
+
+
+def test_a_path_without_its_kind(folder):
+    with pytest.raises(ValueError, match="none of ours; give pfllib:/"):
+        loaders.load(str(folder), "")
+
+
+def test_rows_larger_than_the_memory(folder, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 100)
+    with pytest.raises(ValueError, match=r"train/0\.npz cannot be read: its arrays"):
+        load(folder)
