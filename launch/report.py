@@ -12,7 +12,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from fedjax_pfl.options import option
+from fedjax_pfl.options import option, without_effect
 from launch import ending
 from launch.config import flags
 from launch.show import page, svg
@@ -44,18 +44,32 @@ def command(argv: list[str]) -> None:
 def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
     """The page about runs or a study, or its table as Markdown."""
     is_table = asked.output.endswith(".md")
+    if is_table and asked.title:
+        raise ValueError(_unused("title", asked, "a name that ends in .html"))
     if len(paths) == 1 and protocol.is_study(paths[0]):
         methods = protocol.opened(paths[0])
         if is_table:
             return methods.table(control=asked.control or None).to_markdown()
+        if asked.control:
+            raise ValueError(_unused("control", asked, "a name that ends in .md"))
         return methods.page(title=asked.title)
     if len(paths) == 1 and store.is_study(paths[0]):
+        if asked.control:
+            raise ValueError(
+                f"--control={asked.control}: a study's tables name what they compare "
+                "with; omit it"
+            )
         cells = study.Study("", paths[0])
         return "\n".join(cells.tables()) if is_table else cells.page(asked.title)
     entries = page.read(paths)
     if is_table:
         return page.markdown(entries, asked.control)
     return page.page(entries, asked.control, title=asked.title)
+
+
+def _unused(name: str, asked: Options, wanted: str) -> str:
+    """The line about an option without effect on such an output."""
+    return without_effect(name, getattr(asked, name), "output", asked.output, wanted)
 
 
 if __name__ == "__main__":

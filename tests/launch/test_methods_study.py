@@ -316,12 +316,15 @@ def test_what_a_table_cannot_say(done):
         done.plot(setting="alpha 1")
 
 
-def test_its_report(done, undrawn, tmp_path):
+def test_its_report(done, undrawn, tmp_path, capsys):
     """launch.report makes the page of a study's folder, with its table."""
     out = tmp_path / "page.html"
     report.command(["report", str(done.folder), f"--output={out}"])
     text = out.read_text()
     assert "FedAvg + FT" in text and "Hurt" in text and "<td><b>" in text
+    with pytest.raises(SystemExit):
+        report.command(["report", str(done.folder), "--control=fedavg"])
+    assert "--control=fedavg has no effect with --output=" in capsys.readouterr().err
 
 
 def test_epochs_of_fine_tuning_are_tuned():

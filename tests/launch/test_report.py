@@ -234,6 +234,7 @@ def test_the_command(folders, undrawn, tmp_path, capsys):
     for more, code, part in (
         (["--control=nix"], 2, "--control=nix: expected one of FedAvg"),
         ([str(tmp_path)], 2, "holds no run that has measured"),
+        (["--output=t.md", "--title=T"], 2, "--title=T has no effect with --output="),
         ([f"--output={tmp_path}"], 1, f"--output={tmp_path}"),
     ):
         with pytest.raises(SystemExit) as stop:
