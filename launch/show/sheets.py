@@ -50,9 +50,13 @@ def side_by_side(sheet: Sheet) -> Sheet:
 
 def lines(heads: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
     """The lines of a grid in Markdown."""
-    head = "| | " + " | ".join(heads) + " |"
-    body = [f"| {name} | " + " | ".join(texts) + " |" for name, texts in rows]
-    return [head, "|---|" + "---|" * len(heads), *body]
+
+    def cells(texts: Sequence[str]) -> str:
+        escaped = (one.replace("|", r"\|") for one in texts)
+        return "".join(f" {one} |" for one in escaped)
+
+    body = [f"|{cells([name, *texts])}" for name, texts in rows]
+    return [f"| |{cells(heads)}", "|---|" + "---|" * len(heads), *body]
 
 
 def markdown(sheet: Sheet) -> str:

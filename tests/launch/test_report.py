@@ -210,6 +210,10 @@ def test_a_table_of_a_paper(folders, undrawn):
     at = page.rows.index(["", "A", "B"])
     assert page.rows[at + 1] == ["x", "1.25", "2"]
     assert page.rows[at + 2 : at + 4] == [["", "A"], ["y", "3 ± 1"]]
+    assert sheets.lines(["a|b"], [("c|d", ["1"])])[::2] == [
+        r"| | a\|b |",
+        r"| c\|d | 1 |",
+    ]
     assert sheets.markdown(sheet) == (
         "### T\n\nData set: `d`.\nA note.\n\n**IID**, 1 seed(s)\n\n| | A | B |\n"
         "|---|---|---|\n| x | 1.25 | 2 |\n\nMinus x\n\n| | A |\n|---|---|\n"
