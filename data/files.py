@@ -10,12 +10,15 @@ from typing import Any, BinaryIO
 
 
 @contextlib.contextmanager
-def named(where: str) -> Iterator[None]:
-    """A context that puts `where`, the name of an input, before its ValueErrors."""
+def named(where: str, *kinds: type[Exception], joint: str = ": ") -> Iterator[None]:
+    """A context that puts `where`, the name of an input, before its ValueErrors.
+
+    Errors of other `kinds` become such; `joint` is between the two.
+    """
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from error
+    except (ValueError, *kinds) as error:
+        raise ValueError(f"{where}{joint if where else ''}{error}") from error
 
 
 def naming(function: Callable[..., Any]) -> Callable[..., Any]:

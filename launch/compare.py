@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from data import labels
+from data import files, labels
 from launch.assemble import custom
 from launch.config import limits, presets, registry
 from launch.experiment import Experiment, experiment
@@ -308,10 +308,8 @@ def _built(
         if folder := of_rows[name].get("workdir"):
             of_rows[name]["workdir"] = f"{folder}/{name}"
         of_rows[name] |= own
-        try:
+        with files.named(name):
             made[name] = experiment(**of_rows[name])
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
         one, other = made[first], made[name]
         if one.examples_sha256 != other.examples_sha256:
             raise ValueError(

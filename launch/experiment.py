@@ -132,6 +132,8 @@ class Experiment(Run):
         if folder is not None:
             if self.config.wandb:
                 every.append(tracking.Wandb(self.config.wandb, str(folder.path)))
+            if self.config.tensorboard:
+                every = [tracking.TensorBoard(folder.path), *every]
             every = [folder, *every, workdir.Checkpoints(folder)]
         with stop:
             loop.run(self, every, stop, until)
@@ -374,12 +376,10 @@ def load(path: Any, **given: Any) -> Experiment:
     if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
         raise ValueError(f"{path}: --algo={algo} was a custom algorithm; give algo=...")
     registry.algorithm(algo)
-    try:
+    with files.named(str(flags_path)):
         options = flagfile.RunFlags(recorded).typed(algo)
         if "client_state" in options:
             options["client_state"] = residence.recorded(options["client_state"])
-    except ValueError as error:
-        raise ValueError(f"{flags_path}: {error}") from error
     if options.get("client_model") == options.get("model"):
         # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)

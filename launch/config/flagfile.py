@@ -87,10 +87,8 @@ class RunFlags:
         connections or load programs, and are not taken. A ValueError names the file and
         the line that is not a flag. OSError: the file is missing or cannot be read.
         """
-        try:
+        with files.named(str(path), joint=" "):
             return cls._of_text(_text(path))
-        except ValueError as error:
-            raise ValueError(f"{path} {error}") from error
 
     @classmethod
     def _of_text(cls, content: str) -> RunFlags:

@@ -165,20 +165,14 @@ def records(folder: pathlib.Path) -> list[dict[str, Any]]:
     Raises a one-line ValueError if a line is not a record or the path is not a file.
     """
     path = folder / METRICS
-    try:
+    with files.named(str(path), joint=" "):
         files.check(path, "a run's records")
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
     out = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
             continue
-        try:
+        with files.named(f"{path} is damaged: line {number} is not a record"):
             out.append(json_text.read(line, RECORD))
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is damaged: line {number} is not a record: {error}"
-            ) from error
     return out
 
 
@@ -211,12 +205,11 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
     """
     path = folder / SUMMARY
     try:
-        files.check(path, "a run's summary")
+        with files.named(str(path), joint=" "):
+            files.check(path, "a run's summary")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
-    try:
+    with files.named(f"{path} is damaged"):
         summary = json_text.read(path.read_bytes(), {})
         is_sealed = bool(_SEALS.keys() & summary.keys())
         if is_sealed or "parameters_sha256" not in summary:
@@ -227,8 +220,6 @@ def read(folder: pathlib.Path) -> dict[str, Any] | None:
             json_text.check(summary, _KINDS)
             for part in summary.get("sweep", [summary]):
                 json_text.check(part, PART)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
     if not is_sealed:
         raise ValueError(
             f"{path} is of an earlier version without checksums; run it again: "

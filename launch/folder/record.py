@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import algorithms
-from data import npz
+from data import files, npz
 from fedjax_pfl import checkpoint, metric_kinds
 from launch.config import flagfile, registry, schema, sweep
 from launch.folder import finished
@@ -99,7 +99,7 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     tuned = [finished.FINE_TUNED + one for one in others[:2]]
     others = (*others, *tuned, finished.BEST_ROUND, finished.UNSEEN)
     names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
-    try:
+    with files.named(str(path), joint=" "):
         found = npz.read(path, needed, (*others, *names))
         kind = measured(run._replace(clients=found))
         num_seeds, num_rounds = found["seeds"].size, found["rounds"].size
@@ -127,8 +127,6 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
             odd += [f"points of a sweep that {finished.SUMMARY} has"]
         if odd:
             raise ValueError(f"is damaged: it has no {odd[0]}")
-    except ValueError as error:
-        raise ValueError(f"{path} {error}") from error
     return found
 
 

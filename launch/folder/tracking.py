@@ -8,7 +8,7 @@ import math
 import pathlib
 import shutil
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.config import sweep
@@ -72,36 +72,32 @@ class Wandb(loop.Listener):
             self._run.finish()
 
 
-class TensorBoard:
+class TensorBoard(loop.Listener):
     """Writes scalars by metric, one run for each seed and point of a sweep."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        records: Sequence[Mapping[str, Any]],
-        swept: Iterable[str] = (),
-    ):
-        """Starts new files with the records so far."""
-        self._swept = tuple(swept)
-        self._folder = folder / FOLDER
-        self._writers: dict[str, Any] = {}
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self.add(records)
+    def __init__(self, folder: pathlib.Path):
+        self._folder, self._writers = folder / FOLDER, {}
 
-    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def on_start(self, run: Run) -> None:
+        """Starts new files with the records so far."""
+        if processes.is_first():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self.on_call(run, run.metrics)
+
+    def on_call(self, run: Run, records: loop.Records) -> None:
         """Writes records; they are on disk when this returns."""
-        for record in records:
-            point = {name: record[name] for name in self._swept}
+        for record in records if processes.is_first() else ():
+            point = {name: record[name] for name in run.points[0]}
             writer = self._writer(sweep.label(point, f"seed{record['seed']}"))
             for name, value in record.items():
                 known = isinstance(value, (int, float)) and math.isfinite(value)
-                if known and name not in ("round", "seed", *self._swept):
+                if known and name not in ("round", "seed", *point):
                     # The name becomes the tag, which would change hyphens and blanks.
                     writer.add_scalar(name, value, record["round"])
         for writer in self._writers.values():
             writer.flush()
 
-    def close(self) -> None:
+    def on_end(self, run: Run) -> None:
         """Closes the files."""
         for writer in self._writers.values():
             writer.close()

@@ -83,7 +83,6 @@ class Workdir(loop.Listener):
         self._lock = lock.Lock(self.path)
         self._has_begun = self._has_noted_text = False
         self.summary: dict[str, Any] | None = None
-        self._events: tracking.TensorBoard | None = None
         self._restored: tuple[int, Any, dict] | None = None
         # The round of an earlier run that is continued, and what is damaged of it
         self._earlier: tuple[int, str] | None = None
@@ -350,19 +349,6 @@ class Workdir(loop.Listener):
             file.write(finished.lines(records).encode())
             file.flush()
             os.fsync(file.fileno())
-        if self._events is not None:
-            self._events.add(records)
-        elif run.config.tensorboard:
-            self._events = self._tensorboard()
-
-    def on_end(self, run: Run) -> None:
-        """Closes TensorBoard's files."""
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-
-    def _tensorboard(self) -> tracking.TensorBoard:
-        return tracking.TensorBoard(self.path, self.records, self.run.points[0])
 
     def save(self) -> None:
         """Writes a checkpoint."""
@@ -387,15 +373,13 @@ class Workdir(loop.Listener):
     def finish(self) -> None:
         """Writes clients.npz and then summary.json, which marks the run as finished.
 
-        For a run that is already finished, it writes only the optional files.
+        For a run that is already finished, it writes only the optional table.
         """
         if self.summary is None:
             numbers = self.run.summary()
             self.summary = processes.on_first(lambda: self._finish(numbers))
         else:
             self._write_csv()
-            if self.run.config.tensorboard and processes.is_first():
-                self._tensorboard().close()
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         temporary = self.path / "clients.partial.npz"

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from data import files
 from launch import ending
 from launch import experiment as experiment_lib
 from launch.machine import devices, processes
@@ -235,10 +236,8 @@ def command(argv: list[str]) -> None:
     """Runs the cell whose settings are on stdin."""
     settings = child.settings()
     with ending.refused():
-        try:
+        with files.named("", child.Failed):
             figures = KINDS[settings["how"]](settings)
-        except child.Failed as error:
-            raise ValueError(error) from error
     versions, machine = devices.versions(), devices.processor()
     machine |= {"device": devices.name(), "devices": jax.device_count()}
     if settings["how"] == "torch":

@@ -734,11 +734,9 @@ def read(path: pathlib.Path, folder: Any = "", data_dir: str = "") -> Study:
     (settings) and `common`, each with `options`, and the arguments `tune`, `seeds`,
     `tune_seeds`, `control` and `metrics` of `study`.
     """
-    try:
+    with files.named(f"--table={path} is no study", OSError):
         files.check(path, "a study's file")
         given = json_text.read(path.read_bytes(), FILE)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--table={path} is no study: {error}") from error
     if data_dir:
         common = given.get("common", {})
         options = common.get("options", {}) | {"data_dir": data_dir}
@@ -760,11 +758,10 @@ def opened(path: pathlib.Path) -> Study:
     temporary = None
     if path.is_file():
         temporary = tempfile.TemporaryDirectory()
-        try:
+        kinds = zipfile.BadZipFile, OSError
+        with files.named(f"{path} is no packed study", *kinds):
             with zipfile.ZipFile(path) as file:
                 file.extractall(temporary.name)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise ValueError(f"{path} is no packed study: {error}") from error
         path = pathlib.Path(temporary.name)
     held = _held(path / STUDY)
     found = Study(held["given"], path, is_opened=True)

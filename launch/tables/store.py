@@ -34,12 +34,9 @@ class File:
     def _read(self) -> dict[str, Any]:
         if self._path is None or not self._path.exists():
             return {}
-        try:
+        with files.named(f"--cells={self._path} is not a file of cells", OSError):
             files.check(self._path, "a file of cells")
             return json_text.read(self._path.read_bytes(), {str: SUMMARY})
-        except (ValueError, OSError) as error:
-            line = f"--cells={self._path} is not a file of cells: {error}"
-            raise ValueError(line) from error
 
     def get(self, name: str, options: Object) -> dict[str, Any] | None:
         """The run of this name, if it has these options."""
