@@ -90,7 +90,4 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         """E epochs of minibatches, from the mean."""
         return fp.train(hparams, loss_fn, start, client)
 
-    peers = decentralized.peer_spec(hparams)
-    return decentralized.make(
-        hparams, task, mixed, client_update, messages=(kind,), peers=peers
-    )
+    return decentralized.make(hparams, task, mixed, client_update, messages=(kind,))

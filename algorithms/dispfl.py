@@ -221,11 +221,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
         return trained, packed(mask, new)
 
-    peers = decentralized.peer_spec(hparams)
-    common = hparams, task, mixed, client_update
-    made = decentralized.make(
-        *common, messages=_messages(shape, count), peers=peers, private=lambda _: ()
-    )
+    messages, common = _messages(shape, count), (hparams, task, mixed, client_update)
+    made = decentralized.make(*common, messages=messages, private=lambda _: ())
 
     def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         """The same weights for all clients, and a mask for each."""

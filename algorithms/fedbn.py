@@ -23,7 +23,6 @@ never took part has the initial ones. A model without batch norm is refused, whe
 PFLlib runs FedAvg under this name.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -31,10 +30,7 @@ import jax
 import fedjax_pfl as fp
 from fedjax_pfl import averaging, boundary, shapes, types
 
-
-@dataclasses.dataclass(frozen=True)
-class HParams(averaging.Averaging):
-    pass
+HParams = averaging.Averaging
 
 
 def without_norms(model: types.Model, shape: tuple[int, ...]) -> boundary.Division:

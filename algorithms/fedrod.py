@@ -32,7 +32,6 @@ losses see the model before the step, as in PFLlib, and `train_loss` is their su
 global accuracy is that of the generic model.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -41,10 +40,7 @@ import jax.numpy as jnp
 import fedjax_pfl as fp
 from fedjax_pfl import averaging, boundary, local_training, losses, shapes
 
-
-@dataclasses.dataclass(frozen=True)
-class HParams(averaging.Averaging):
-    pass
+HParams = averaging.Averaging
 
 
 def log_counts(client: fp.Client, num_classes: int, batch_size: int) -> jax.Array:

@@ -221,11 +221,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         features, _ = model.forward(params, stats, unit, stop=cut)
         return ((features.reshape(-1) - anchor) ** 2).sum()
 
-    messages, peers = _messages(task, cut), decentralized.peer_spec(hparams)
+    given = {"messages": _messages(task, cut), "private": represent}
     common = hparams, task, mixed, client_update
-    return decentralized.make(
-        *common, messages=messages, peers=peers, private=represent, shares=("dropped",)
-    )
+    return decentralized.make(*common, **given, shares=("dropped",))
 
 
 def _messages(task: fp.Task, cut: int) -> tuple[fp.MessageKind, ...]:
@@ -247,13 +245,13 @@ def _check(hparams: HParams, task: fp.Task) -> None:
     pairs, most = hparams.track_pairs, task.num_clients
     if pairs == 1 or pairs > most:
         raise ValueError(f"--track_pairs={pairs}: expected 0, or 2 to {most} clients")
-    if pairs and task.num_rows < most:
+    where = ""
+    if task.num_rows < most:
+        where = "--client_state leaves on the host; omit one of them"
+    elif task.execution.shares_rows:
+        where = "are on several devices; take --client_state=replicated or --devices=1"
+    if pairs and where:
         raise ValueError(
             f"--track_pairs={pairs} reads the same clients in every round, which "
-            "--client_state leaves on the host; omit one of them"
-        )
-    if pairs and task.execution.shares_rows:
-        raise ValueError(
-            f"--track_pairs={pairs} reads the same clients in every round, which are "
-            "on several devices; take --client_state=replicated or --devices=1"
+            f"{where}"
         )

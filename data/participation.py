@@ -38,7 +38,7 @@ class Participation(NamedTuple):
     def available(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
         """The clients of int[M] that are available in a round."""
         chance = self.chance[client, round % self.chance.shape[1]]
-        return client[_uniform(seed, "engine.available", round, client) < chance]
+        return client[rng.uniform(seed, "engine.available", round, client) < chance]
 
     def taken(
         self, seed: int, round: Any, client: np.ndarray, steps: np.ndarray
@@ -48,7 +48,7 @@ class Participation(NamedTuple):
         A client that stops does so after the same share of each of its plans.
         """
         name = seed, "engine.interrupted", round, client
-        stops, share = _uniform(*name, 0) < self.interrupted, _uniform(*name, 1)
+        stops, share = rng.uniform(*name, 0) < self.interrupted, rng.uniform(*name, 1)
         fewer = 1 + (share * (steps - 1)).astype(int)
         return np.where(stops & (steps > 1), fewer, steps)
 
@@ -76,11 +76,6 @@ class Participation(NamedTuple):
             spec.steps_within(owned, (share * one + 1e-9).astype(int))
             for spec, one in zip(specs, every, strict=True)
         ]
-
-
-def _uniform(seed: int, tag: str, *ids: Any) -> np.ndarray:
-    """f64[...] in [0, 1), one for each tuple of ids."""
-    return (rng.hashed(seed, tag, *ids) >> np.uint64(11)) * 2.0**-53
 
 
 def chances(given: str, num_clients: int) -> np.ndarray:

@@ -136,8 +136,8 @@ def _erdos_renyi(spec: types.PeerSpec, num_clients: int) -> Graph:
     at_most = _binomial(others, probability, most)
 
     def draw(seed: int, round: int, client: np.ndarray):
-        words = rng.hashed(seed, "engine.peers", round, client, 1)
-        degree = np.searchsorted(at_most, (words >> np.uint64(11)) / 2**53, "right")
+        chance = rng.uniform(seed, "engine.peers", round, client, 1)
+        degree = np.searchsorted(at_most, chance, "right")
         peers = uniform_peers(seed, round, client, num_clients, most)
         return peers, np.arange(most) < degree[:, None]
 

@@ -132,7 +132,9 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any, *, known: Any = ()) 
 
             return jax.tree.map(sum_with, total, one)
 
-        return jax.lax.fori_loop(0, num_sources, add, _zeros(part, cohort))
+        return jax.lax.fori_loop(
+            0, num_sources, add, stacked.blank(part, *cohort.row.shape)
+        )
 
     weights, structure = jax.tree.flatten(weight)
     out: list[Any] = []
@@ -169,14 +171,8 @@ def sum_held(
         values = jax.tree.map(lambda f, x: jnp.where(f > 0, f * x, 0), factor, one)
         return jax.tree.map(jnp.add, sums, (values, factor))
 
-    zeros = _zeros(rows, cohort)
+    zeros = stacked.blank(rows, *cohort.row.shape)
     return jax.lax.fori_loop(0, source.shape[1], add, (zeros, zeros))
-
-
-def _zeros(rows: Any, cohort: types.Cohort) -> Any:
-    """Zeros in the shapes of a cohort's rows, leaves [C, ...]."""
-    lead = cohort.row.shape
-    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape[1:]), x.dtype), rows)
 
 
 def sources(cohort: types.Cohort) -> tuple[jax.Array, jax.Array]:

@@ -267,10 +267,9 @@ def _restore_one(path: pathlib.Path, templates: Sequence[Any]) -> tuple[int, Any
     """(rounds done, state, host) of one checkpoint, all of whose files are intact."""
     manifest, present = _manifest(path), _file_digests(path)
     for name, expected in manifest["files"].items():
-        if name not in present:
-            raise ValueError(f"{path / name} is missing")
-        if present[name] != expected:
-            raise ValueError(f"{path / name} is damaged (its SHA-256 differs)")
+        if present.get(name) != expected:
+            odd = "damaged (its SHA-256 differs)" if name in present else "missing"
+            raise ValueError(f"{path / name} is {odd}")
     found = manifest["arrays"]
     fits = (one for one in templates if list(_shapes(one)) == list(found))
     template = next(fits, templates[0])

@@ -162,7 +162,7 @@ def make(
     client_update: Callable[[each_client.Client, types.Variables], Any],
     *,
     messages: tuple[types.MessageKind, ...],
-    peers: types.PeerSpec,
+    peers: types.PeerSpec | None = None,
     private: Callable[[types.Variables], Any] | None = None,
     shares: tuple[str, ...] = (),
 ) -> types.Algorithm:
@@ -176,7 +176,7 @@ def make(
         mixed: `(state, cohort, data) -> Mixed`, from the state after the last round.
         client_update: `(client, start) -> Trained`. With `private` it returns
             `(Trained, row)`, where `row` is the client's new private row.
-        messages, peers: The kinds of messages, and the graph.
+        messages, peers: The kinds of messages, and the graph; None = that of `hparams`.
         private: From the first model to each client's private row before round 0. None
             = clients keep nothing but their models.
         shares: The entries of `Mixed.metrics` that are fractions.
@@ -232,6 +232,6 @@ def make(
         round=round,
         serving=serving,
         trained=trained,
-        peers=peers,
+        peers=peers or peer_spec(hparams),
         shares=shares,
     )

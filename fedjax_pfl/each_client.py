@@ -312,18 +312,6 @@ def update(
 
     Raises:
         ValueError: optimizer states persist, and `fn` returns two trainings.
-
-    Examples:
-        >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
-        >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
-        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)
-        >>> state = types.RoundState.first((), jnp.array([1.0, 2.0]), jax.random.key(0))
-        >>> task = types.Task((), (), ids, 2, 2, 0, 2, 1, (1,))
-        >>> def fn(client, shared):
-        ...     return client.own + shared * client.plan.num_steps
-        >>> out, state = update(fn, task, state, cohort, data=(), shared=10.0)
-        >>> out.tolist()
-        [1.0, 12.0]
     """
     steps, positions = cohort.plans[plan].split()
     own, steps, reduce = exchange.everywhere((own, steps, reduce))
@@ -515,11 +503,8 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
     With `is_summed`, `on_chunk` and this return `(kept, part of a sum)`.
     """
 
-    def flat(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
-
     if not is_summed:
-        return flat(jax.lax.map(on_chunk, parts))
+        return stacked.flat(jax.lax.map(on_chunk, parts))
 
     def step(total: Any, part: Any) -> tuple[Any, Any]:
         kept, given = on_chunk(part)
@@ -527,4 +512,4 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
 
     zeros = stacked.zeros(jax.eval_shape(on_chunk, stacked.at(parts, 0))[1])
     total, kept = jax.lax.scan(step, zeros, parts)
-    return flat(kept), total
+    return stacked.flat(kept), total

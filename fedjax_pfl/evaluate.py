@@ -266,9 +266,7 @@ def of_clients(
             where = entry_of[rows], starts, counts
             found = _each_entry(group, *where, data, batch, how, score)
             if own is None:
-                own = jax.tree.map(
-                    lambda x: jnp.zeros((num_rows, *x.shape[1:]), x.dtype), found
-                )
+                own = stacked.blank(found, num_rows)
             own = jax.tree.map(
                 lambda total, x, at=rows: total.at[at].add(x, mode="drop"), own, found
             )
@@ -322,7 +320,6 @@ class Adaptation(NamedTuple):
 
 def of_adapted(
     algorithm: types.Algorithm,
-    fn: Callable[..., each_client.Trained],
     state: types.RoundState,
     cohort: types.Cohort,
     data: types.Data,
@@ -336,8 +333,9 @@ def of_adapted(
     rows, those of clients that never take part included. Nothing of it is kept.
 
     Args:
-        algorithm, state, cohort, data, scoring, how: As in `of_clients`.
-        fn, members: See `Adaptation`.
+        algorithm: With `adapt`.
+        state, cohort, data, scoring, how: As in `of_clients`.
+        members: See `Adaptation`.
 
     Returns:
         As `of_clients`: `serving`, `known`.
@@ -369,7 +367,7 @@ def of_adapted(
         mine = members.replace(plans={"adapt": plan.replace(num_steps=steps)})
         where = entries, start, jnp.where(measured, count, 0)
         score, batch = scoring.score.without_measures, scoring.own_batch_size
-        adaptation = Adaptation(fn, state, mine)
+        adaptation = Adaptation(algorithm.adapt, state, mine)
         found = _each_entry(group, *where, data, batch, how, score, adaptation)
         own = found if own is None else jax.tree.map(jnp.add, own, found)
     return {"serving": (own, ()), "known": known}

@@ -84,22 +84,15 @@ def top(hparams: Levels) -> int:
     return hparams.max_level or count
 
 
-class Drawn:
-    """Levels that each client draws in each round, by the proportions of a mix.
+def _drawn(share: np.ndarray, largest: int) -> Callable[..., np.ndarray]:
+    """`(seed, round, client int[C]) -> levels int[C]`, drawn by the proportions."""
+    bounds = np.cumsum(share) / share.sum()
 
-    Equal instances draw the same, since draws are named by seed, round and client id.
-    """
+    def draw(seed: int, round: int, client: np.ndarray) -> np.ndarray:
+        chance = rng.uniform(seed, "levels.level", round, client)
+        return np.minimum(1 + np.searchsorted(bounds[:-1], chance, "right"), largest)
 
-    def __init__(self, share: np.ndarray, largest: int):
-        self._bounds, self._largest = np.cumsum(share) / share.sum(), largest
-
-    def __call__(self, seed: int, round: int, client: np.ndarray) -> np.ndarray:
-        """The levels int[C] of the clients int[C] in a round."""
-        words = rng.hashed(seed, "levels.level", round, client)
-        # 53 bits: exact in a float64, below 1.
-        chance = (words >> np.uint64(11)).astype(np.float64) / 2.0**53
-        drawn = 1 + np.searchsorted(self._bounds[:-1], chance, side="right")
-        return np.minimum(drawn, self._largest)
+    return draw
 
 
 def capability(hparams: Levels, num_clients: int) -> np.ndarray:
@@ -137,7 +130,7 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
             f"{possible.max()}"
         )
     if is_drawn:
-        return Drawn(mix(hparams), largest), None
+        return _drawn(mix(hparams), largest), None
     return np.minimum(able, largest), able >= largest if hparams.exclusive else None
 
 

@@ -25,11 +25,6 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return mean(masked_sum(values, mask))
 
 
-def by_example(values: jax.Array) -> jax.Array:
-    """The mean over the positions of each example: `values` f32[B, ...] as f32[B]."""
-    return values.reshape(len(values), -1).mean(1) if values.ndim > 1 else values
-
-
 def batch_mean(
     values: jax.Array, mask: jax.Array, chosen: jax.Array | None = None
 ) -> jax.Array:
@@ -39,9 +34,11 @@ def batch_mean(
     the real examples. `chosen` bool[B, T] has the positions that count equally. None =
     all positions, and the mean is first taken over those of each example.
     """
-    if chosen is None:
-        return masked_mean(by_example(values), mask)
-    return masked_mean(values, chosen & mask[:, None])
+    if chosen is not None:
+        return masked_mean(values, chosen & mask[:, None])
+    if values.ndim > 1:
+        values = values.reshape(len(values), -1).mean(1)
+    return masked_mean(values, mask)
 
 
 def cross_entropy(

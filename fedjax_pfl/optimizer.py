@@ -9,7 +9,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -49,32 +49,25 @@ _RANGES["eta_plus"] = "a finite number of at least 1", lambda x: x >= 1
 class Custom:
     """An optimizer that was given as an object, as the value of `client_optimizer`.
 
-    `name` is its name in records, `make` is `learning rate ->
-    optax.GradientTransformation`, and `has_rate` says whether `make` uses the rate.
+    `name` is its name in records. `given` is a transformation, or with `has_rate` a
+    function of the learning rate that makes one.
     """
 
     name: str
-    make: Callable[[Any], optax.GradientTransformation]
+    given: Any
     has_rate: bool
 
     def __str__(self) -> str:
         return self.name
+
+    def make(self, learning_rate: Any) -> optax.GradientTransformation:
+        return self.given(learning_rate) if self.has_rate else self.given
 
     def step(self, learning_rate: Any, grads: Any, params: Any) -> Any:
         """Its first state, and (updates, state) of its first step."""
         tx = self.make(learning_rate)
         state = tx.init(params)
         return state, tx.update(grads, state, params)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Constant:
-    """A transformation with a fixed learning rate."""
-
-    transformation: optax.GradientTransformation
-
-    def __call__(self, learning_rate: Any) -> optax.GradientTransformation:
-        return self.transformation
 
 
 class _Joint(optax.GradientTransformation):
@@ -189,7 +182,7 @@ def custom(given: Any) -> Custom:
     one line, for anything else.
     """
     if isinstance(given, optax.GradientTransformation):
-        return _tried(Custom("own_transformation", _Constant(given), False))
+        return _tried(Custom("own_transformation", given, False))
     made = None
     if callable(given):
         try:
@@ -357,29 +350,19 @@ def _step(
     """(parameters, state) of one stage, or of all, after a step where `mask` is."""
     update, moved = tx.update(grads, state, params)
     new = optax.apply_updates(params, update)
-    of_state = _of_custom_state if isinstance(tx, _Joint) else _of_state
-    state_mask = of_state(tx, mask, params, state)
+    state_mask = _of_state(mask, params, state)
     return boundary.select(mask, new, params), boundary.select(state_mask, moved, state)
 
 
-def _of_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """The mask of a state: moments follow parameters, counts move with any of them."""
+def _of_state(mask: Any, params: Any, state: Any) -> Any:
+    """The mask of a state: moments follow parameters, counts move with any of them.
+
+    A moment is found by the end of its path. Some parameters may have no moments there
+    (`optax.masked`), and a leaf of another shape than its parameter is a count.
+    """
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
-    entries, moves = _entries(mask, params), any_of(mask)
-    return optax.tree_utils.tree_map_params(
-        tx, lambda _, entry: entry, state, entries, transform_non_params=lambda _: moves
-    )
-
-
-def _of_custom_state(tx: Any, mask: Any, params: Any, state: Any) -> Any:
-    """`_of_state` of any state, in which a moment is found by the end of its path.
-
-    Some parameters may have no moments there (`optax.masked`), and a leaf of another
-    shape than its parameter is a count.
-    """
-    entries = jax.tree_util.tree_flatten_with_path(_entries(mask, params))[0]
-    by_path = dict(entries)
+    by_path = dict(jax.tree_util.tree_leaves_with_path(_entries(mask, params)))
     moves = any_of(mask)
 
     def of(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:

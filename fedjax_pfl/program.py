@@ -300,7 +300,9 @@ def _jitted(of: _Structure) -> Program:
         return dataclasses.replace(of.structure, **values)
 
     def algorithm(values: dict[str, Any]) -> types.Algorithm:
-        return of.make(options_of(values), task)
+        made = of.make(options_of(values), task)
+        adapt = made.adapt or local_training.adapted(options_of(values))
+        return made._replace(adapt=adapt)
 
     def init(values, data, partition, seeds):
         def one(values, partition, seed):
@@ -342,28 +344,19 @@ def _jitted(of: _Structure) -> Program:
 
         return _over_variants(one, how, values, state, cohorts, partition)
 
-    def of_shared(values, state, cohort, data, partition):
-        def one(values, state, cohort, partition):
-            given = state, cohort, data.replace(partition=partition)
-            return evaluate.of_shared(algorithm(values), *given, scoring, how)
+    def evaluation(fn: Callable) -> Callable:
+        """A function of `evaluate` over variants, under its own name."""
 
-        return _over_variants(one, how, values, state, cohort, partition)
+        def over(values, state, cohort, data, *given):
+            def one(values, state, cohort, partition, *ids):
+                tables = data.replace(partition=partition)
+                given = state, cohort, tables, scoring, how
+                return fn(algorithm(values), *given, *ids)
 
-    def of_clients(values, state, cohort, data, partition, ids):
-        def one(values, state, cohort, partition, ids):
-            given = state, cohort, data.replace(partition=partition)
-            return evaluate.of_clients(algorithm(values), *given, scoring, how, ids)
+            return _over_variants(one, how, values, state, cohort, *given)
 
-        return _over_variants(one, how, values, state, cohort, partition, ids)
-
-    def of_adapted(values, state, cohort, data, partition, members):
-        def one(values, state, cohort, partition, members):
-            method = algorithm(values)
-            given = state, cohort, data.replace(partition=partition)
-            fn = method.adapt or local_training.adapted(options_of(values))
-            return evaluate.of_adapted(method, fn, *given, scoring, how, members)
-
-        return _over_variants(one, how, values, state, cohort, partition, members)
+        over.__name__ = fn.__name__
+        return over
 
     everywhere, in_order = execution.replicated(how), _one_after_another(how)
     rarely = _soon_compiled(how.platform) | in_order
@@ -383,9 +376,9 @@ def _jitted(of: _Structure) -> Program:
     return Program(
         init=rare(init, of_state),
         rounds=often(rounds, after_rounds, donate_argnums=1),
-        of_shared=rare(of_shared),
-        of_clients=rare(of_clients),
-        of_adapted=often(of_adapted),
+        of_shared=rare(evaluation(evaluate.of_shared)),
+        of_clients=rare(evaluation(evaluate.of_clients)),
+        of_adapted=often(evaluation(evaluate.of_adapted)),
         scoring=scoring,
         vmaps={
             "vmaps_seeds": how.vmaps_runs and not has_branches,

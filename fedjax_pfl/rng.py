@@ -100,3 +100,8 @@ def hashed(seed: int, tag: str | int, *ids: int | np.ndarray) -> np.ndarray:
             step = np.asarray(number).astype(np.uint64) + np.uint64(1)
             words = _mixed(words * odd + step)
     return words
+
+
+def uniform(seed: int, tag: str | int, *ids: int | np.ndarray) -> np.ndarray:
+    """f64[...] in [0, 1), one for each tuple of ids of `hashed`, by 53 of its bits."""
+    return (hashed(seed, tag, *ids) >> np.uint64(11)) * 2.0**-53

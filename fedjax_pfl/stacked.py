@@ -35,6 +35,11 @@ def zeros(like: Any, *lead: int) -> Any:
     return jax.tree.map(lambda leaf: jnp.zeros((*lead, *leaf.shape), leaf.dtype), like)
 
 
+def blank(rows: Any, *lead: int) -> Any:
+    """Zeros for other rows than those of leaves [n, ...], as [*lead, ...]."""
+    return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape[1:]), x.dtype), rows)
+
+
 def where(mask: jax.Array, new: Any, old: Any) -> Any:
     """Row-wise choice: `new` where `mask` bool[C], else `old`, for leaves [C, ...]."""
     return jax.tree.map(lambda n, o: jnp.where(column(mask, n), n, o), new, old)
@@ -53,6 +58,13 @@ def is_finite(tree: Any) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     return jnp.stack(flags).all() if flags else jnp.ones((), bool)
+
+
+def flat(tree: Any) -> Any:
+    """Leaves [m, n, ...] as [m * n, ...]."""
+    return jax.tree.map(
+        lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), tree
+    )
 
 
 def in_batches(row: jax.Array, batch_size: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """Windows: the plans of the next rounds as tables on the devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -16,49 +16,17 @@ MAX_WINDOW_ROUNDS = 64
 
 
 class Planner(Protocol):
-    """The clients and plans of each round, as pure functions of seed and round.
-
-    `has_clock` says whether its cohorts have the seconds of simulated devices.
-    """
+    """What a simulation asks of a `data.plan.Planner`, where all of it is described."""
 
     has_clock: bool
-
-    def drawn(self, seed_index: int, round: int) -> types.Cohort:
-        """The cohort of a round, without plans."""
-
-    def capacity(self, num_rounds: int) -> int:
-        """Plan entries that a device needs for `num_rounds` rounds, of any seed."""
-
-    def window(
-        self,
-        seed_index: int,
-        first_round: int,
-        num_rounds: int,
-        length: int,
-        capacity: int,
-        drawn: Sequence[types.Cohort],
-        positions: Sequence[Any],
-    ) -> types.Cohort:
-        """Cohorts of `num_rounds` rounds, leaves [length, ...], padded with zeros.
-
-        Their plans have room for `capacity` examples of a device. `drawn` are these
-        rounds, and `positions` parts of them, as functions of these names return them.
-        """
-
-    def positions(
-        self, seed_index: int, first_round: int, drawn: Sequence[types.Cohort]
-    ) -> Any:
-        """The plans of consecutive rounds, for `window`."""
-
-    def num_steps(self, seed_index: int, client: np.ndarray) -> dict[str, np.ndarray]:
-        """Steps int[...] of clients int[...] in each plan, by its name."""
-
-    def owned(self, seed_index: int, client: np.ndarray) -> np.ndarray:
-        """int[...]: train rows of clients int[...], 0 on padding rows."""
-
-    @property
-    def round_examples(self) -> float:
-        """Train rows of all clients of a round, on average."""
+    round_examples: float
+    drawn: Callable[[int, int], types.Cohort]
+    capacity: Callable[[int], int]
+    window: Callable[..., types.Cohort]
+    positions: Callable[[int, int, Sequence[types.Cohort]], Any]
+    num_steps: Callable[[int, np.ndarray], dict[str, np.ndarray]]
+    owned: Callable[[int, np.ndarray], np.ndarray]
+    members: Callable[..., types.Cohort]
 
 
 class Window(NamedTuple):

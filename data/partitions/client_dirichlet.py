@@ -34,42 +34,14 @@ def ipf(
         amount[int(amount[:, full].argmax()), full] -= 1
     left = supply - amount.sum(0)
     fraction = want - np.floor(want)
-    order = gen.permutation(len(mixes))
-    begin, width = 0, MIN_TURNS
-    while begin < len(order):
-        turns = order[begin : begin + width]
-        missing = size - amount[turns].sum(1)
-        take = _largest(fraction[turns], missing, left)
-        sure = _sure(take, missing > take.sum(1), left)
-        if not sure:
-            take = _round_again(fraction[turns[0]], int(missing[0]), left)[None]
-            sure = 1
-        amount[turns[:sure]] += take[:sure]
-        left -= take[:sure].sum(0)
-        begin += sure
-        width = min(2 * width, MAX_TURNS) if sure == len(turns) else MIN_TURNS
+    for client in gen.permutation(len(mixes)):
+        while amount[client].sum() < size:
+            best = int(np.where(left > 0, fraction[client], -1.0).argmax())
+            amount[client, best] += 1
+            left[best] -= 1
+            # The class is now behind all classes that have not been taken.
+            fraction[client, best] -= 1e-6 + fraction[client, best]
     return amount
-
-
-def _largest(fraction: np.ndarray, missing: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Marks each turn's `missing` largest fractions of remaining classes, bool[T, Y].
-
-    A turn with too few such classes gets all of them.
-    """
-    order = np.argsort(np.where(left > 0, -fraction, np.inf), axis=1, kind="stable")
-    rank = np.argsort(order, axis=1)
-    return (rank < missing[:, None]) & (left > 0)
-
-
-def _round_again(fraction: np.ndarray, missing: int, left: np.ndarray) -> np.ndarray:
-    """Takes `missing` examples int[Y], largest fraction first, then the same again."""
-    fraction, take = fraction.copy(), np.zeros(len(left), int)
-    for _ in range(missing):
-        best = int(np.where(left > take, fraction, -1.0).argmax())
-        take[best] += 1
-        # The class is now behind all classes that have not been taken.
-        fraction[best] -= 1e-6 + fraction[best]
-    return take
 
 
 def _sure(take: np.ndarray, is_stuck: np.ndarray, left: np.ndarray) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import npz
+from data import files, npz
 from data.partitions import parts
 
 PREFIX = "file:"
@@ -133,10 +133,8 @@ def _arrays(name: str) -> dict[str, np.ndarray]:
     if name == PREFIX:
         raise ValueError(f"{where} names no file; write --partition={PREFIX}PATH")
     path = pathlib.Path(name.removeprefix(PREFIX)).expanduser()
-    try:
+    with files.named(where):
         arrays = npz.read(path, REQUIRED, (*OPTIONAL, *HASHES), others=False)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     for key, array in arrays.items():
         kind, most, wanted = np.integer, 1, "integers of one dimension"
         if key == "num_rows":

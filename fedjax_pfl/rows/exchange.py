@@ -54,9 +54,7 @@ def take(tree: Any, row: jax.Array, known: Any = ()) -> Any:
             set_at = jax.lax.dynamic_update_slice_in_dim
             return jax.tree.map(lambda x, new: set_at(x, new, first, 0), out, found)
 
-        out = jax.tree.map(
-            lambda leaf: jnp.zeros((row.shape[1], *leaf.shape[1:]), leaf.dtype), tree
-        )
+        out = stacked.blank(tree, row.shape[1])
         return _in_parts(with_part, out, tree, row)
 
     if not _makes_trips():

@@ -285,11 +285,6 @@ class Kept(NamedTuple):
     ids: np.ndarray
     count: np.ndarray
 
-    def part(self, variant: int) -> slice:
-        """The places of a variant's clients among `ids` and the rows."""
-        end = int(self.count[: variant + 1].sum())
-        return slice(end - int(self.count[variant]), end)
-
 
 def _shaped(state: types.RoundState, *lead: int) -> types.RoundState:
     """The shapes of a state with other leading axes of its rows."""

@@ -107,7 +107,7 @@ def put(rows: Any, chunk: Chunk, values: Any, how: execution.Execution) -> Any:
 
 def _take(rows: Any, slot: jax.Array) -> Any:
     row, shape = _flat_index(rows, slot), slot.shape
-    found = stacked.take(_flat(rows), row)
+    found = stacked.take(stacked.flat(rows), row)
     return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), found)
 
 
@@ -117,22 +117,12 @@ def _put(rows: Any, slot: jax.Array, values: Any) -> Any:
     def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
         return leaf.at[row].set(new, mode="drop", unique_indices=True)
 
-    found = jax.tree.map(one, _flat(rows), _flat(values))
+    found = jax.tree.map(one, *map(stacked.flat, (rows, values)))
     return jax.tree.map(lambda new, leaf: new.reshape(leaf.shape), found, rows)
 
 
-def _flat(rows: Any) -> Any:
-    """Leaves [variants, n, ...] as [variants * n, ...]."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        variants, count, *shape = leaf.shape
-        return leaf.reshape(variants * count, *shape)
-
-    return jax.tree.map(one, rows)
-
-
 def _flat_index(rows: Any, slot: jax.Array) -> jax.Array:
-    """int32[variants * n]: slots int32[variants, n] in `_flat` rows."""
+    """int32[variants * n]: slots int32[variants, n] in `stacked.flat` rows."""
     variants, most = jax.tree.leaves(rows)[0].shape[:2]
     first = jnp.arange(variants, dtype=np.int32)[:, None] * most
     padding = variants * most + jnp.arange(slot.size, dtype=np.int32)

@@ -93,7 +93,11 @@ def materialised(leaf: Any) -> Any:
         return leaf[...]
     if not isinstance(leaf, Streamed):
         return leaf
-    return filled(leaf.shape, leaf.dtype, leaf.pieces())
+    array, done = np.empty(math.prod(leaf.shape), leaf.dtype), 0
+    for piece in leaf.pieces():
+        array[done : done + piece.size] = piece
+        done += piece.size
+    return array.reshape(leaf.shape)
 
 
 def in_rows(pieces: Iterator[np.ndarray], shape: Sequence[int]) -> Iterator[np.ndarray]:
@@ -106,16 +110,6 @@ def in_rows(pieces: Iterator[np.ndarray], shape: Sequence[int]) -> Iterator[np.n
         if count:
             yield piece[: count * size].reshape(count, *shape)
         rest = piece[count * size :]
-
-
-def filled(shape: Sequence[int], dtype: Any, pieces: Iterator[np.ndarray]) -> Any:
-    """An array of the next of these pieces, as many as it takes."""
-    array, done = np.empty(math.prod(shape), dtype), 0
-    while done < array.size:
-        piece = next(pieces)
-        array[done : done + piece.size] = piece
-        done += piece.size
-    return array.reshape(shape)
 
 
 def _cut(array: Any, start: tuple[int, ...], size: tuple[int, ...]) -> Any:

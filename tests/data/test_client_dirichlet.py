@@ -264,38 +264,20 @@ def test_interleaved_is_one_turn_after_another(alpha, supply):
     np.testing.assert_array_equal(found, expected)
 
 
-def ipf_one_by_one(mixes, size, supply, gen):
-    """`ipf` by its words: the rest goes to one client after another, one by one."""
-    want = mixes + 1e-12
-    for _ in range(500):
-        want *= size / want.sum(1, keepdims=True)
-        want *= supply * (size * len(mixes) / supply.sum()) / want.sum(0)
-    want *= size / want.sum(1, keepdims=True)
-    amount, fraction = np.floor(want).astype(int), want % 1
-    left = supply - amount.sum(0)
-    assert (left >= 0).all()
-    for client in gen.permutation(len(mixes)):
-        while amount[client].sum() < size:
-            best = np.where(left > 0, fraction[client], -1).argmax()
-            amount[client, best] += 1
-            left[best] -= 1
-            fraction[client, best] -= 1e-6 + fraction[client, best]
-    return amount
-
-
-@pytest.mark.parametrize("alpha", [0.03, 0.5, 100.0])
-@pytest.mark.parametrize("supply", [[60] * 10, [7, 300, 40, 13, 240], [401, 402]])
-@pytest.mark.parametrize("num_clients", [5, 80])
-def test_ipf_shares_the_rest_one_client_after_another(alpha, supply, num_clients):
-    """Many clients at once get what one after another would, wherever a class ends."""
-    supply = np.array(supply)
-    mixes = np.random.default_rng(1).dirichlet(np.full(len(supply), alpha), num_clients)
-    size = supply.sum() // num_clients
-    found, expected = (
-        rule(mixes, size, supply, np.random.default_rng(2))
-        for rule in (client_dirichlet.ipf, ipf_one_by_one)
-    )
-    np.testing.assert_array_equal(found, expected)
+def test_ipf_gives_the_rest_by_largest_fraction():
+    """One example of ten for each client, whoever comes first; then what is left."""
+    wanted = np.array([[5.6, 2.3, 2.1], [2.3, 5.4, 2.3], [2.1, 2.3, 5.6]])
+    supply = np.array([10, 10, 10])
+    for seed in range(6):
+        gen = np.random.default_rng(seed)
+        found = client_dirichlet.ipf(wanted / 10, 10, supply, gen)
+        np.testing.assert_array_equal(found, 2 + 4 * np.eye(3))
+        # Both want the first class more, and one example of it is left.
+        both = client_dirichlet.ipf(np.full((2, 2), 0.5), 5, supply[:2] // 2, gen)
+        same = np.random.default_rng(seed)
+        same.permutation(3)
+        turn = same.permutation(2)
+        np.testing.assert_array_equal(both[turn], [[3, 2], [2, 3]])
 
 
 def test_ipf_keeps_what_can_be_kept():
