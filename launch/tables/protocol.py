@@ -8,6 +8,7 @@ point. All of them measure test rows, but only validation rows choose.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -92,6 +93,7 @@ class Study:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
         self.folder, self.failed = pathlib.Path(folder), []
+        self._unwritten: dict[str, Any] = {}
         self._options, self._tuned, self._hashes, self.notes = self._prepared()
         self._records: dict[str, Record] = {}
         self._choices: dict[tuple[str, str], tuning.Choice] = {}
@@ -196,12 +198,18 @@ class Study:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
         notes += filter(None, map(derived.unusual, self.metrics))
-        self.folder.mkdir(parents=True, exist_ok=True)
         prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
-        body = {"study": PACKED, "given": self._given}
-        body["prepared"] = trials.as_json(prepared)
-        finished.write_text(path, json.dumps(body, indent=1) + "\n")
+        self._unwritten = {"study": PACKED, "given": self._given}
+        self._unwritten["prepared"] = trials.as_json(prepared)
         return prepared
+
+    def _begin(self) -> None:
+        """Writes what the study is, once it is more than asked about."""
+        if self._unwritten:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self._unwritten, indent=1)
+            finished.write_text(self.folder / STUDY, f"{text}\n")
+            self._unwritten = {}
 
     def _trial(
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
@@ -268,15 +276,30 @@ class Study:
         return list({one.name if one else "": one for one in found}.values())
 
     def _path(self, trial: trials.Trial) -> pathlib.Path:
-        return self.folder / "runs" / trial.name
+        return self.folder / "runs" / self._place(trial)
 
     def _cell(self, trial: trials.Trial) -> pathlib.Path:
-        return self.folder / "cells" / f"{trial.name}.json"
+        return self.folder / "cells" / f"{self._place(trial)}.json"
+
+    def _place(self, trial: trials.Trial) -> str:
+        """A trial's name, with a hash if the folder has it for one of other options.
+
+        So a study may grow, for example by values to tune, and keeps what is done.
+        """
+        held = self._held_cell(trial.name)
+        if held is None or held["key"] == trial.key:
+            return trial.name
+        key = json.dumps(trial.key, sort_keys=True)
+        return f"{trial.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+    def _held_cell(self, place: str) -> dict[str, Any] | None:
+        path, kind = self.folder / "cells" / f"{place}.json", {"key": dict}
+        return store.read(path, kind, "run is read again")
 
     def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options."""
-        done = store.read(self._cell(trial), {"key": dict}, "run is read again")
-        return done is not None and done["key"] == trial.key
+        done = self._held_cell(self._place(trial))
+        return done is not None and "seconds" in done and done["key"] == trial.key
 
     def _trials(self) -> Iterator[tuple[str, trials.Trial | None]]:
         """The name and trial of every run, None before its tuning is finished."""
@@ -346,6 +369,7 @@ class Study:
             raise ValueError(
                 f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
             )
+        self._begin()
         self.failed, self._shows, self._told = [], progress, set()
         for setting, base in self._units[index - 1 :: count]:
             first = self.tuning(setting, base)
@@ -418,6 +442,8 @@ class Study:
             if note not in self._told:
                 self._say(f"note: {note}")
         self._told.update(made.notes)
+        if not self._cell(trial).exists():
+            store.write(self._cell(trial), {"key": trial.key})
         if not trials.train(made, progress, minutes):
             self._say(f"{trial.name}: its time is over after round {made.round}")
             return False
@@ -605,6 +631,7 @@ class Study:
         target = files.given(path, "pack")
         if target.suffix != ".zip":
             raise ValueError(f"pack({str(path)!r}): expected a name that ends in .zip")
+        self._begin()
         every = [one for one in sorted(self.folder.rglob("*")) if one != target]
         tables = self._tables()
         skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER, *tables}

@@ -338,13 +338,37 @@ def test_epochs_of_fine_tuning_are_tuned():
     assert not ran.choice("", "fedavg").edges  # all are as good
 
 
+def test_a_study_grows_in_its_folder(tmp_path):
+    """Values to tune are added, and another option tried; what was done is kept."""
+
+    def study(values, **more):
+        given = OPTIONS | {"tune": {"client_lr": values}, "fine_tune_epochs": 0} | more
+        return build.study(["fedavg"], folder=tmp_path / "study", **given)
+
+    first = study([0.001, 0.3]).run(progress=False)
+    shown = first.table().to_markdown()
+    asked = study([0.001, 0.3], rounds=2)
+    assert "not finished" in asked.table().to_markdown()
+    assert build.load(tmp_path / "study").table().to_markdown() == shown
+    cut = study([0.001, 0.3, 0.5]).run(progress=False, cell_timeout=1e-9)
+    assert not cut.failed and not cut.choices()
+    more = study([0.001, 0.3, 0.5]).run(progress=False)
+    assert not more.failed and len(more.choices()) == 1
+    assert len(list((tmp_path / "study" / "runs").glob("fedavg.tune*"))) == 2
+    assert study([0.001, 0.3]).table().to_markdown() == shown
+    assert (
+        build.load(tmp_path / "study").table().to_markdown()
+        == more.table().to_markdown()
+    )
+
+
 def test_changed_data_are_refused(tmp_path):
     """What is left of a study does not run on other data."""
     path = tmp_path / "mine.npz"
     np.savez(path, x=X, y=Y)
     options = OPTIONS | {"dataset": f"npz:{path}", "fine_tune_epochs": 0}
     given = {"tune": TUNE, "folder": tmp_path / "study", **options}
-    build.study(["fedavg"], **given)
+    build.study(["fedavg"], **given).run(progress=False, cell_timeout=1e-9)
     np.savez(path, x=X + 1, y=Y)
     with pytest.warns(UserWarning, match="the data have changed"):
         again = build.study(["fedavg"], **given).run(progress=False)
