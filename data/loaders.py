@@ -44,7 +44,7 @@ FILES = {
     "pfllib:PATH": "PFLlib's folder of a data set, with train/0.npz, test/0.npz, ...",
 }
 WITH_LAYOUT = "npz:", "leaf:", "pfllib:"  # those that take `--layout`
-NORMALIZED = "pfllib:"  # its files hold examples as they are trained on
+NORMALIZED = "pfllib:"  # its files hold floats as they are trained on
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),

@@ -51,7 +51,10 @@ def command(argv: list[str]) -> None:
             raise ValueError("--client and --owner name a client twice; omit one")
         seed = None if asked.seed == -1 else asked.seed
         point = _point(asked.point, experiment.points)
-        print(experiment.save_model(asked.output, client, seed, point))
+        path = experiment.save_model(asked.output, client, seed, point)
+        if experiment.owners and isinstance(client, int):
+            print(f"client {client} is the owner {experiment.owners[client]}")
+        print(path)
 
 
 def _point(line: str, known: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

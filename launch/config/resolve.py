@@ -97,7 +97,7 @@ def resolve(
             )
     if source.takes == "labelled tokens":
         rules |= {"normalization": "none", "augment": "none"}
-    if name.startswith(loaders.NORMALIZED):
+    if name.startswith(loaders.NORMALIZED) and source.image.dtype != np.uint8:
         rules["normalization"] = "none"
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition) | {"examples_per_client": 0}

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import zipfile
 
 import numpy as np
@@ -12,8 +13,7 @@ import pytest
 from data import loaders, memory
 from launch import build
 
-SIZES = {"train": (5, 4, 12), "test": (2, 3, 1)}  # of the clients 0, 2 and 10
-CLIENTS = (0, 2, 10)
+SIZES = {"train": (5, 4, 12), "test": (2, 3, 1)}  # of the clients 0, 1 and 2
 
 
 def clients_of(part, shape=(1, 6, 5), seed=0):
@@ -24,7 +24,7 @@ def clients_of(part, shape=(1, 6, 5), seed=0):
             "x": gen.uniform(-1, 1, (size, *shape)).astype(np.float32),
             "y": np.append(gen.integers(0, 3, size - 1), 2 * (part == "train")),
         }
-        for client, size in zip(CLIENTS, SIZES[part], strict=True)
+        for client, size in enumerate(SIZES[part])
     }
 
 
@@ -51,7 +51,7 @@ def load(folder, **given):
 def test_rows_are_those_of_the_files(folder):
     found = load(folder)
     assert (found.num_train, found.num_test, found.num_classes) == (21, 6, 3)
-    assert found.owners == ("0", "2", "10")
+    assert found.owners is None
     parts = [held for part in SIZES for held in clients_of(part).values()]
     x, y = (np.concatenate([held[name] for held in parts]) for name in "xy")
     np.testing.assert_array_equal(found.image, x.transpose(0, 2, 3, 1))
@@ -77,16 +77,34 @@ def test_a_run_has_pfllibs_clients(folder):
             assert sorted(held) == list(range(end - size, end))
 
 
+def test_many_clients_are_in_the_order_of_their_numbers(tmp_path):
+    for part in SIZES:
+        for client in range(12):
+            held = {"x": np.full((2, 3), client, np.float32), "y": np.arange(2)}
+            write(tmp_path / part / f"{client}.npz", held)
+    found = load(tmp_path)
+    np.testing.assert_array_equal(found.image[:, 0], found.client)
+
+
 def test_other_forms_of_rows(tmp_path):
     for part in SIZES:
         for client, held in clients_of(part, shape=(6, 5, 3)).items():
             write(tmp_path / part / f"{client}.npz", held)
     assert load(tmp_path, layout="nhwc").image.shape == (27, 6, 5, 3)
-    assert load(tmp_path).image.shape == (27, 5, 3, 6)
-    for client, held in clients_of("test", shape=(7,)).items():
-        write(tmp_path / "features" / "train" / f"{client}.npz", held)
-    found = load(tmp_path / "features")
-    assert (found.image.shape, found.num_test) == ((6, 7), 0)
+    found = load(tmp_path)
+    assert found.image.shape == (27, 5, 3, 6)
+    assert found.notes[0].endswith("H 5, W 3, C 6; --layout=nhwc if not")
+
+
+def test_clients_without_test_rows(folder):
+    """PFLlib has such clients; without any, test rows are taken of the train rows."""
+    none = {"x": np.zeros((0,), np.float32), "y": np.zeros(0, int)}
+    write(folder / "test" / "1.npz", none)
+    assert load(folder).num_test == 3
+    write(folder / "test" / "0.npz", none)
+    write(folder / "test" / "2.npz", none)
+    with pytest.raises(ValueError, match="no client has a test row"):
+        load(folder)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
@@ -116,13 +134,14 @@ class Foreign:
 BAD = {
     "texts": (
         {"x": np.array([([1, 2], 2), ([3], 1)], dtype=object), "y": np.array([0, 1])},
-        "texts are not read",
+        "x is a list of objects, an array of numbers is",
     ),
     "one label": (
         {"x": np.zeros((3, 1, 4, 4), np.float32), "y": np.array([0, 1])},
         "x has the shape [3, 1, 4, 4] and y [2]",
     ),
-    "no labels": ({"x": np.zeros((3, 4), np.float32)}, "x and y of numbers"),
+    "no labels": ({"x": np.zeros((3, 4), np.float32)}, "y is missing, an array"),
+    "lists": ({"x": [[1.0]], "y": [0]}, "x is a list of objects"),
     "no dict": ([1, 2], "data is int64 [2], a dict of x and y is expected"),
     "another object": ({1}, "it is a set, a dict is expected"),
     "complex": ({"x": np.zeros((2, 4), complex), "y": np.zeros(2)}, "complex128"),
@@ -162,6 +181,7 @@ def test_damaged_files(folder):
         except ValueError as error:
             seen += 1
             assert "\n" not in str(error) and str(folder) in str(error)
+    path.write_bytes(whole)
     assert seen > 30
     path.unlink()
     os.mkfifo(path)
@@ -169,16 +189,48 @@ def test_damaged_files(folder):
         load(folder)
 
 
-def test_shapes_that_differ(folder):
+def test_forms_that_differ(folder):
     write(folder / "train" / "2.npz", clients_of("train", shape=(1, 5, 5))[2])
-    with pytest.raises(ValueError, match=r"0\.npz are \[1, 6, 5\] and of .*2\.npz"):
+    with pytest.raises(
+        ValueError, match=r"float32 \[1, 6, 5\] and float32 \[1, 5, 5\]"
+    ):
+        load(folder)
+    held = clients_of("train")[2]
+    write(folder / "train" / "2.npz", held | {"x": held["x"].astype(np.uint8)})
+    with pytest.raises(ValueError, match=r"are float32 .* and uint8 .*; give all one"):
         load(folder)
 
 
-def test_a_client_without_train_rows(folder):
-    (folder / "train" / "2.npz").unlink()
-    with pytest.raises(ValueError, match="owners that only test rows have: 2;"):
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            lambda at: (at / "train/1.npz").unlink(),
+            "and no 1.npz; files of the clients",
+        ),
+        (lambda at: (at / "test/1.npz").unlink(), "test holds 0.npz, 2.npz and no 1"),
+        (lambda at: (at / "train/2.npz").unlink(), "test/2.npz is of no client in"),
+        (lambda at: (at / "train/1.npz").rename(at / "train/01.npz"), "and no 1.npz"),
+        (lambda at: shutil.rmtree(at / "test"), "test holds no file and no 0.npz"),
+        (
+            lambda at: (at / "config.json").write_text('{"num_clients": 9}'),
+            "config.json says 9 clients, train holds 3",
+        ),
+        (
+            lambda at: (at / "config.json").write_text("{"),
+            "config.json cannot be read: it is not JSON",
+        ),
+        (
+            lambda at: np.savez(at / "train/1.npz", x=np.zeros(3), y=np.zeros(3)),
+            "holds x.npy, y.npy; save a dict of x and y as data=",
+        ),
+    ],
+)
+def test_folders_that_are_not_whole(folder, change, reason):
+    change(folder)
+    with pytest.raises(ValueError) as refused:
         load(folder)
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("inner", ["", "train", "nothing"])

@@ -122,6 +122,9 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     export.command(["export", "runs/local-own-seed0", "--owner=c"])
     by_number = made.save_model("other.msgpack", 1)
     assert (tmp_path / "model.msgpack").read_bytes() == by_number.read_bytes()
+    capsys.readouterr()
+    export.command(["export", "runs/local-own-seed0", "--client=1"])
+    assert capsys.readouterr().out == "client 1 is the owner c\nmodel.msgpack\n"
     np.testing.assert_array_equal(by_channel, made.predict(1, np.moveaxis(x, 1, -1)))
 
 
