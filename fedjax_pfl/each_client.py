@@ -312,6 +312,18 @@ def update(
 
     Raises:
         ValueError: optimizer states persist, and `fn` returns two trainings.
+
+    Examples:
+        >>> ids, none = jnp.arange(2), jnp.zeros((2, 0), int)
+        >>> plans = {"local": types.Plan(none, ids, ids, ids, 1)}  # 0 and 1 steps
+        >>> cohort = types.Cohort(ids, ids, ids >= 0, ids, none, none, plans)
+        >>> state = types.RoundState.first((), jnp.array([1.0, 2.0]), jax.random.key(0))
+        >>> task = types.Task((), (), ids, 2, 2, 0, 2, 1, (1,))
+        >>> def fn(client, shared):
+        ...     return client.own + shared * client.plan.num_steps
+        >>> out, state = update(fn, task, state, cohort, data=(), shared=10.0)
+        >>> out.tolist()
+        [1.0, 12.0]
     """
     steps, positions = cohort.plans[plan].split()
     own, steps, reduce = exchange.everywhere((own, steps, reduce))

@@ -238,7 +238,8 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
 def check(measures: Sequence[Measure], num_classes: int) -> None:
     """Tries custom measures on four examples of `num_classes` classes.
 
-    Raises ValueError, in one line, if one fails or does not return two scalars.
+    Raises ValueError, in one line, if one fails, does not return two scalars, or counts
+    padding.
     """
     kinds = ((4, num_classes), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_)
     probe = [jax.ShapeDtypeStruct(*one) for one in kinds]
@@ -258,6 +259,13 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
             raise ValueError(
                 f"eval_metrics: {measure.name} returns arrays of shapes {shapes}, "
                 "expected a sum and a count without axes"
+            )
+        batch = jnp.zeros(kinds[0][0]), jnp.zeros(4, jnp.int32), jnp.zeros(4, bool)
+        if any(np.asarray(one) for one in measure.sums(*batch)):
+            raise ValueError(
+                f"eval_metrics: {measure.name} counts rows whose mask is False, which "
+                "are padding; its sum and count must be 0 where no row is real, as by "
+                "jnp.where(mask, values, 0).sum() and mask.sum()"
             )
 
 

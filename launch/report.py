@@ -44,6 +44,10 @@ def command(argv: list[str]) -> None:
 def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
     """The page about runs or a study, or its table as Markdown."""
     is_table = asked.output.endswith(".md")
+    if not asked.output.endswith((".md", ".html", ".htm")):
+        raise ValueError(
+            f"--output={asked.output}: expected a name that ends in .html, or in .md"
+        )
     if is_table and asked.title:
         raise ValueError(_unused("title", asked, "a name that ends in .html"))
     if len(paths) == 1 and protocol.is_study(paths[0]):

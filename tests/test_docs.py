@@ -144,3 +144,9 @@ def test_the_shown_rounds_are_fedavgs(unequal, narrow):
     ours.simulation.advance_to(2)
     found = shown.run(progress=False)["parameters_sha256"]
     assert found == ours.simulation.digest()
+    mine.make = lambda *given: scope["make"](*given)._replace(messages=())
+    silent = build.experiment(algo=mine, preset="none", **given)
+    told = ["declares no messages" in "".join(o.notes) for o in (shown, silent)]
+    assert told == [False, True]
+    size = ours.program.algorithm.messages[1].num_bytes
+    assert shown.metrics[-1]["bytes_up"] == 2 * 4 * size

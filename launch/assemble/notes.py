@@ -50,6 +50,13 @@ def of_options(
     ]
     if algorithm is not None and algorithm.serving is not None:
         out += _of_absent(config)
+    is_own = config.algo not in algorithms.ALGORITHMS
+    if is_own and algorithm is not None and not algorithm.messages:
+        if algorithm.server is not None or algorithm.peers is not None:
+            out.append(
+                f"--algo={config.algo} declares no messages (types.Algorithm), so that "
+                "its bytes are 0, also in tables, and a clock has none to wait for"
+            )
     other = registry.departure(config.algo, vars(hparams))
     if other is not None:
         out.append(
@@ -68,7 +75,7 @@ def of_options(
             "--summary=best chooses the round by test rows, which makes results too "
             "good; take it only beside others' tables that do so, else best_validation"
         )
-    if config.masked_loss == "chosen" and config.algo not in algorithms.ALGORITHMS:
+    if config.masked_loss == "chosen" and is_own:
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
             "batch.chosen, and is of all unless it uses them"

@@ -133,9 +133,11 @@ def test_metrics_of_clients_and_the_server():
 
 def test_functions_may_name_the_number_of_classes():
     """They are tried with that of the data."""
-    brier = measures.chosen(
-        measures.listed({"brier": lambda z, y, m: ((z - jnp.eye(5)[y]).sum(), m.sum())})
-    )
+
+    def sums(z, y, m):
+        return (m[:, None] * (z - jnp.eye(5)[y]) ** 2).sum(), m.sum()
+
+    brier = measures.chosen(measures.listed({"brier": sums}))
     measures.check(brier, 5)
     with pytest.raises(ValueError, match=r"brier fails on logits \[B, 4\]"):
         measures.check(brier, 4)
@@ -168,6 +170,8 @@ def test_forms():
             r"arrays of shapes \[4\], \[\]",
         ),
         ({"hits": lambda z, y, m: z.sum()}, "hits fails on logits"),
+        ({"hits": lambda z, y, m: (z.sum(), y.size)}, "counts rows whose mask is F"),
+        ({"hits": lambda z, y, m: ((z[:, 0] == 0).sum(), m.sum())}, "are padding"),
     ],
 )
 def test_what_is_no_metric(given, reason):

@@ -223,6 +223,7 @@ def test_a_table_of_a_paper(folders, undrawn):
 
 def test_the_command(folders, undrawn, tmp_path, capsys):
     """A page, or one line."""
+    (tmp_path / ".html").mkdir()
     path = tmp_path / "deep" / "page.html"
     argv = ["report", *map(str, folders), f"--output={path}"]
     report.command([*argv, "--control=fedper"])
@@ -239,7 +240,8 @@ def test_the_command(folders, undrawn, tmp_path, capsys):
         (["--control=nix"], 2, "--control=nix: expected one of FedAvg"),
         ([str(tmp_path)], 2, "holds no run that has measured"),
         (["--output=t.md", "--title=T"], 2, "--title=T has no effect with --output="),
-        ([f"--output={tmp_path}"], 1, f"--output={tmp_path}"),
+        (["--output=t.pdf"], 2, "--output=t.pdf: expected a name that ends in .html"),
+        ([f"--output={tmp_path}/.html"], 1, f"--output={tmp_path}/.html"),
     ):
         with pytest.raises(SystemExit) as stop:
             report.command([*argv, *more])
