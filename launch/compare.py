@@ -276,6 +276,10 @@ def _shared(
             )
         gets = "gets" if len(others) == 1 else "get"
         notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
+    for option in options:
+        rows = [name for name in out if option in out[name]]
+        if rows and all(option in runs[name] for name in rows):
+            notes.append(f"{option}={options[option]} is of no row, as all have theirs")
     return out, notes + _meanings(runs, out)
 
 

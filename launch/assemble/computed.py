@@ -20,7 +20,7 @@ import algorithms
 import data
 import fedjax_pfl
 import models
-from data import plan
+from data import files, plan
 from fedjax_pfl import (
     evaluate,
     execution,
@@ -107,7 +107,9 @@ def of_others(
     if isinstance(tx, optimizer.Custom):
         out["client_optimizer"] = _traced(tx.step, 0.1, *[optimizer.PROBE] * 2)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
-        out["algo"] = hashed(hparams)
+        # An error of its own, without JAX's note about the frames of that.
+        with files.named(""):
+            out["algo"] = hashed(hparams)
     return out
 
 
@@ -121,11 +123,12 @@ def of_algorithm(
     """Hashes what a custom algorithm computes: first state, round and evaluation.
 
     The execution of `task` does not matter. `data` has the partitions of all seeds, and
-    `planner_of` makes the planner of the rounds.
+    `planner_of` makes the planner of the rounds. Raises a ValueError of one line for a
+    function that returns something else than `types.Algorithm` says.
     """
     how = execution.Execution()
     task = task._replace(execution=how, num_residents=0)
-    method = make(hparams, task)
+    method = _watched(make(hparams, task))
     planner = planner_of(method, how)
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     kind = scores.Words() if data.num_words else scores.Classes()
@@ -148,6 +151,75 @@ def of_algorithm(
         _traced(score, state, planner.drawn(0, 1), tables),
     ]
     return _joined(parts)
+
+
+def _watched(method: types.Algorithm) -> types.Algorithm:
+    """The same algorithm, whose functions say what they return in place of theirs."""
+
+    def init(*given: Any) -> Any:
+        state = method.init(*given)
+        _expect("init", state, isinstance(state, types.RoundState), "a RoundState")
+        return state
+
+    def round(state: Any, *given: Any) -> Any:
+        out = method.round(state, *given)
+        is_right = _is_of(out, types.RoundState, Mapping, Mapping)
+        wanted = "(RoundState, {metric: (sum, count)}, {message: count})"
+        _expect("round", out, is_right, wanted)
+        for name in ("server", "clients"):
+            was, now = (_form(getattr(one, name)) for one in (state, out[0]))
+            if was != now:
+                places = [k for k in {**was, **now} if was.get(k) != now.get(k)]
+                kinds = [one.get(places[0], "nothing") for one in (was, now)]
+                raise ValueError(
+                    f"algo: its round changes the form of state.{name}{places[0]}: "
+                    f"{kinds[0]} before it, {kinds[1]} after it; keep one form"
+                )
+        return out
+
+    def server(*given: Any) -> Any:
+        out = method.server(*given)
+        is_right = isinstance(out, Mapping) and all(
+            _is_of(one, types.Model, types.Variables) for one in out.values()
+        )
+        _expect("server", out, is_right, "{name: (model, Variables)}")
+        return out
+
+    has_server = method.server is not None
+    return method._replace(
+        init=init, round=round, server=server if has_server else None
+    )
+
+
+def _is_of(value: Any, *kinds: type) -> bool:
+    """Whether it is a plain tuple of such things."""
+    is_tuple = type(value) is tuple and len(value) == len(kinds)
+    return is_tuple and all(map(isinstance, value, kinds))
+
+
+def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
+    """Refuses (ValueError) what a function of an algorithm returned."""
+    if not is_right:
+        kinds = [type(value)]
+        if type(value) is tuple:
+            kinds = list(map(type, value))
+        elif isinstance(value, Mapping):
+            kinds = list(map(type, value.values()))
+        given = ", ".join(kind.__name__ for kind in kinds)
+        form = {tuple: "({})", dict: "a dict of {}"}.get(type(value), "a {}")
+        raise ValueError(
+            f"algo: its {name} returned {form.format(given)}, expected {wanted}"
+        )
+
+
+def _form(tree: Any) -> dict[str, str]:
+    """Shapes and dtypes by their path in a tree."""
+    # A number of Python becomes an array.
+    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: tree))
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype} {list(leaf.shape)}"
+        for path, leaf in leaves
+    }
 
 
 def sha256(parts: Mapping[str, str]) -> str:

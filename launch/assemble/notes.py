@@ -42,6 +42,13 @@ def of_options(
         if name in asked
     ]
     out += [
+        options.without_effect(
+            name, values[name], "sweep", config.sweep, "another sweep"
+        )
+        for name in sweep.points(config.sweep)[0]
+        if name in asked
+    ]
+    out += [
         f"--{field.name}={getattr(hparams, field.name)} is more than --rounds="
         f"{config.rounds}: {field.metadata['help']}"
         for field in dataclasses.fields(hparams)
@@ -156,6 +163,12 @@ def of_owners(
     """
     out, owners = [], (source.owners or ())[: config.num_clients]
     if config.partition != "natural":
+        is_named = config.partition.startswith(file.PREFIX)
+        if source.client is not None and not source.is_text and not is_named:
+            out.append(
+                f"--partition={config.partition} deals all rows out anew; with natural "
+                "the clients are their owners"
+            )
         return out
     if dropped:
         name = "min_examples" if source.is_text else "min_owner_examples"

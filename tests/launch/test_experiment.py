@@ -94,6 +94,63 @@ def test_other_things_of_another_type(blobs):
         build.experiment(algo=odd, dataset=blobs, model="mlp", num_clients=4)
 
 
+def _grown(state):
+    return state.replace(server=jax.tree.map(lambda x: x[None], state.server))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("init", lambda state: state.server, "init returned a Variables, expected a R"),
+        (
+            "round",
+            lambda out: out[:2],
+            r"round returned \(RoundState, dict\), expected",
+        ),
+        (
+            "round",
+            lambda out: (_grown(out[0]), *out[1:]),
+            "round changes the form of state.server.*float32 .* after it; keep",
+        ),
+        ("server", lambda out: None, "server returned a NoneType, expected {name: "),
+        ("server", lambda out: out["global"], r"server returned \(Model, Variables\)"),
+        (
+            "server",
+            lambda out: {"a": out["global"][1]},
+            "server returned a dict of Var",
+        ),
+    ],
+)
+def test_own_algorithms_that_return_something_else(blobs, narrow, name, change, reason):
+    """One line, before anything is computed."""
+
+    def make(hparams, task):
+        made = fedavg.make(hparams, task)
+        plain = getattr(made, name)
+        return made._replace(**{name: lambda *given: change(plain(*given))})
+
+    mine = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="mine")
+    given = {"dataset": blobs, "model": "narrow", "num_clients": 4, "devices": 1}
+    with pytest.raises(ValueError, match=f"^algo: its {reason}"):
+        build.experiment(algo=mine, **given)
+
+
+def test_what_has_no_effect_is_noted(unequal, narrow):
+    """A swept option beside its sweep, a shared option that all rows have."""
+    given = {"dataset": unequal, "model": "narrow", "preset": "none"}
+    given |= {"num_clients": 4, "devices": 1, "algo": "fedavg"}
+    swept = build.experiment(
+        sweep="client_lr=0.1,0.2", client_lr=0.3, partition="iid", **given
+    )
+    assert "--client_lr=0.3 has no effect with --sweep=client_lr=0.1,0.2" in "".join(
+        swept.notes
+    )
+    assert "--partition=iid deals all rows out anew" in "".join(swept.notes)
+    rows = {"a": {"client_lr": 0.1, "algo": given.pop("algo")}}
+    compared = build.compare(rows, client_lr=0.2, run=False, **given)
+    assert compared.notes[0] == "client_lr=0.2 is of no row, as all have theirs"
+
+
 def test_own_arrays_and_modules(trained, arrays):
     """They learn; the personal head is the last module."""
     assert trained.config.dataset == "arrays"
