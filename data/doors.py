@@ -111,6 +111,8 @@ def _is_pair_of_pairs(given: Any) -> bool:
 
 def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     """Returns the rows of an object; see `opened`."""
+    if (found := _of_clients(given, where)) is not None:
+        return Rows(found)
     columns = _columns(given)
     if columns is not None:
         return _of_columns(columns, where, label, owner)
@@ -147,6 +149,53 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     elif hasattr(given, "__iter__") and not hasattr(given, "dtype"):
         reason += " without __len__ and __getitem__; join its batches to arrays"
     raise ValueError(f"{where}: expected {FORMS}, {reason}")
+
+
+def _of_clients(given: Any, where: str) -> tuple[np.ndarray, ...] | None:
+    """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
+
+    Returns None for other objects. Raises ValueError for a list of such pairs, if
+    clients differ in the shape of their examples, and if a label is missing.
+    """
+    held = dict(enumerate(given)) if isinstance(given, list) else given
+    if not isinstance(held, Mapping) or is_frame(held) or not len(held):
+        return None
+    pairs = {
+        name: (one["x"], one["y"]) if _has_xy(one) else one
+        for name, one in held.items()
+    }
+    if not all(map(_is_pair, pairs.values())):
+        return None
+    if held is not given:
+        raise ValueError(
+            f"{where}: got a list of {len(pairs)} pairs (x, y), as of clients; give "
+            "{name: (x, y), ...}, or one (x, y, client)"
+        )
+    parts = {
+        name: [np.asarray(_plain(part)) for part in one] for name, one in pairs.items()
+    }
+    first = next((x.shape[1:] for x, _ in parts.values() if len(x)), ())
+    for name, (x, y) in parts.items():
+        if len(x) != len(y) or (len(x) and x.shape[1:] != first):
+            raise ValueError(
+                f"{where}: {labels.limited(str(name))}: x has the shape "
+                f"{list(x.shape)} and y {list(y.shape)}; expected x [N, "
+                f"{str([*first])[1:]} and y [N]"
+            )
+    x, y = (np.concatenate(every) for every in zip(*parts.values(), strict=True))
+    return x, y, np.repeat(list(parts), [len(one[1]) for one in parts.values()])
+
+
+def _has_xy(value: Any) -> bool:
+    return isinstance(value, Mapping) and {*value} == {"x", "y"}
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether it is (x, y) of some rows."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    x, y = map(_plain, value)
+    return np.ndim(y) == 1 and len(getattr(x, "shape", ())) > 1
 
 
 def _columns(given: Any) -> Any:

@@ -429,3 +429,42 @@ def test_an_image_that_cannot_be_taken():
     image = pillow.new("I;16", (5, 6))
     with pytest.raises(ValueError, match="dataset: an image cannot be taken: its pix"):
         doors.opened(Rows([(image, 0), (image, 1)]))
+
+
+CLIENTS = {"b": (X[:3], Y[:3]), "a": (X[3:5], Y[3:5]), "c": (X[5:5], Y[5:5])}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, y: (x, y),
+        lambda x, y: {"x": x, "y": y},
+        lambda x, y: (Tensor(x), Tensor(y)),
+    ],
+)
+def test_rows_by_client(form):
+    """As of FedJAX and Flower, with a split or without; an owner is each row's."""
+    given = {name: form(*pair) for name, pair in CLIENTS.items()}
+    for whole in (given, {"train": given}):
+        (x, y, client), *_ = doors.opened(whole)[0]
+        np.testing.assert_array_equal(x, X[:5])
+        np.testing.assert_array_equal(y, Y[:5])
+        assert client.tolist() == ["b", "b", "b", "a", "a"]
+    _, test, _ = doors.opened({"train": given, "test": {"a": form(X[5:7], Y[5:7])}})
+    assert test.arrays[2].tolist() == ["a", "a"] and test.is_of_whole
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([(X[:3], Y[:3])] * 4, "got a list of 4 pairs .x, y., as of clients; give"),
+        ([(X[:3], Y[:3])] * 2, "got a list of 2 pairs .x, y., as of clients; give"),
+        ({"a": (X[:3], Y[:2])}, r"a: x has the shape \[3, 5, 6, 3\] and y \[2\]; exp"),
+        ({**CLIENTS, 5: (X[:3, 0], Y[:3])}, r"5: x .*expected x \[N, 5, 6, 3\] and y"),
+    ],
+)
+def test_rows_by_client_that_do_not_fit(given, reason):
+    """One line, with the client and what was expected."""
+    with pytest.raises(ValueError, match=f"^dataset: {reason}") as refused:
+        doors.opened(given)
+    assert "\n" not in str(refused.value)
