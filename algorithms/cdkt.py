@@ -127,8 +127,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     server_model, client_model = task.server_model, task.client_model
     if not task.num_proxy:
         raise ValueError(
-            "--proxy_fraction=0 leaves no proxy set, which cdkt needs; "
-            "raise it, for instance to 0.07, or add proxy_row to a partition's file"
+            "--proxy_fraction=0 leaves no proxy set, which --algo=cdkt needs; raise "
+            "it, as to 0.07, add proxy_row to a partition's file, or take another"
         )
     width = shapes.common_width(task)
     size = task.num_proxy * traffic.FLOAT_BYTES

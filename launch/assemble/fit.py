@@ -119,6 +119,8 @@ def _check_logits(
         example = model.example(2, *shape)
         logits, _ = jax.eval_shape(model.forward, *variables, example)
         every = logits if model.has_exits else (logits,)
+        if odd := [one for one in every if not hasattr(one, "shape")]:
+            raise ValueError(f"it gives a {type(odd[0]).__name__}, expected logits")
         found = [(tuple(one.shape), one.dtype) for one in every]
         train = functools.partial(model.forward, train=True)
         key = jax.eval_shape(jax.random.key, 0)
@@ -128,9 +130,13 @@ def _check_logits(
     except Exception as error:  # a custom module may raise anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         kind = "f32" if model.takes == "numbers" else "int32"
+        cure = "change its modules"
+        if "required positional argument" in reason[0]:
+            cure = "a linen module takes `train`, `training`, `deterministic` or "
+            cure += "`use_running_average`; give other arguments a default"
         raise ValueError(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
-            f"{', '.join(map(str, shape))}] ({reason[0][:200]}); change its modules"
+            f"{', '.join(map(str, shape))}] ({reason[0][:200]}); {cure}"
         ) from error
     odd = {str(leaf.dtype) for leaf in jax.tree.leaves(variables.params)}
     odd = sorted(kind for kind in odd if "float" not in kind)

@@ -669,8 +669,30 @@ class Noisy(nn.Module):
         return nn.Dense(4)(x.reshape(len(x), -1)) + noise
 
 
+class Pair(nn.Module):
+    """Gives its features too."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(x.reshape(len(x), -1)), x
+
+
+class Named(nn.Module):
+    """Has an argument for the mode that nobody gives."""
+
+    @nn.compact
+    def __call__(self, x, is_training):
+        return nn.Dense(4)(x.reshape(len(x), -1))
+
+
 @pytest.mark.parametrize(
-    "module, part", [(Sown(), "collections grow in train mode"), (Noisy(), "noise")]
+    "module, part",
+    [
+        (Sown(), "collections grow in train mode"),
+        (Noisy(), "noise"),
+        (Pair(), "it gives a tuple, expected logits"),
+        (Named(), "'is_training'.*takes `train`, `training`, `deterministic`"),
+    ],
 )
 def test_modules_that_do_not_train(arrays, module, part):
     """Found before a run, in one line."""
