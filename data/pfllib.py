@@ -51,7 +51,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
 
 def _num_clients(root: pathlib.Path) -> int:
     """The number of clients; ValueError if a file of one is missing, or is more."""
-    of_parts = [{one.name for one in (root / n).glob("*.npz")} for n in PARTS]
+    of_parts = [{one.name for one in (root / n).glob("[!.]*.npz")} for n in PARTS]
     count, config = len(of_parts[0]), root / CONFIG
     if not count:
         raise ValueError(f"there is no {root / 'train' / '0.npz'}; {_WANTED}")
@@ -79,6 +79,10 @@ def _part(folder: pathlib.Path, num_clients: int) -> tuple[np.ndarray, ...]:
     """The rows x, y and client of a folder's files, one after another."""
     held = [_rows(folder / f"{client}.npz") for client in range(num_clients)]
     sizes = [len(y) for _, y in held]
+    if folder.name == PARTS[0] and 0 in sizes:
+        raise ValueError(
+            f"{folder / str(sizes.index(0))}.npz has no row; each client needs some"
+        )
     # An empty array may have another form.
     rows = [one for one in held if len(one[1])] or held[:1]
     forms = {f"{x.dtype} {list(x.shape[1:])}": None for x, _ in rows}

@@ -35,21 +35,17 @@ class _Dtype:
             raise ValueError("an array has another order of bytes")
 
 
-class _Encoded:
-    """Stands in for `_codecs.encode`, as which Python 3 writes bytes for Python 2."""
-
-    def __new__(cls, text: str, _: str) -> Any:
-        return text.encode("latin1")
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("bytes have no state")
+def _refused(self: Any) -> None:
+    raise ValueError("it holds more than numpy arrays, lists, dicts, texts and bytes")
 
 
 class _Unpickler(pickle._Unpickler):
     """Calls nothing but the classes of this module.
 
     A pickle may name any function of any package and have it called. Here each name
-    that such pickles contain is a class of this module, and other names are refused.
+    that such pickles contain is a class or a method of this module, and other names are
+    refused. So are instructions that such pickles do not need, some of which fill
+    memory by a number alone, and keys of dicts that take long to compare.
 
     It is the unpickler in Python, since that in C fills gigabytes where one damaged
     byte makes the number of an object large.
@@ -60,16 +56,61 @@ class _Unpickler(pickle._Unpickler):
         "numpy._core.multiarray._reconstruct": _Array,
         "numpy.ndarray": _Array,
         "numpy.dtype": _Dtype,
-        "_codecs.encode": _Encoded,
     }
+    # Those of sets, other classes, buffers, and of what lies outside
+    _NOT_NEEDED = (
+        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.DICT),
+        *(pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
+        *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+        *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+    )
+    dispatch = pickle._Unpickler.dispatch | {code[0]: _refused for code in _NOT_NEEDED}
+
+    def __init__(self, raw: bytes):
+        super().__init__(io.BytesIO(raw), encoding="bytes")
+        self._left = len(raw)
 
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == "_codecs.encode":
+            return self._encoded
         if found := self._NAMES.get(f"{module}.{name}"):
             return found
         raise ValueError(
             f"it names {module}.{name}, but only numpy arrays, lists, dicts and bytes "
             "are read"
         )
+
+    def _encoded(self, text: str, _: str) -> bytes:
+        """Stands in for `_codecs.encode`, as which Python 3 writes bytes for Python 2.
+
+        All such bytes together are no more than those of the pickle, as each is in it.
+        """
+        self._left -= len(text)
+        if self._left < 0:
+            raise ValueError("it makes more bytes than it holds")
+        return text.encode("latin1")
+
+    def load_build(self) -> None:
+        """Sets the state of arrays and of their types alone."""
+        if not isinstance(self.stack[-2], (_Array, _Dtype)):
+            raise ValueError("a state is of no array")
+        super().load_build()
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        if not all(isinstance(key, (str, bytes)) for key in keys):
+            raise ValueError("a key of a dict is neither text nor bytes")
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
 
 
 def read(raw: bytes) -> dict[str, Any]:
@@ -83,7 +124,7 @@ def read(raw: bytes) -> dict[str, Any]:
             which may raise other errors too.
     """
     try:
-        found = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+        found = _Unpickler(raw).load()
     except (LookupError, EOFError) as error:
         raise ValueError("it is not a pickle, or is damaged") from error
     if isinstance(found, _Array):

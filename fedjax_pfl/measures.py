@@ -246,26 +246,33 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
     for measure in measures:
         if measure.given is None:
             continue
+        logits = jnp.asarray(np.random.default_rng(0).normal(size=kinds[0][0]), "f4")
+        # Some answers are right, and some are wrong.
+        label = (logits.argmax(-1) + jnp.array([0, 0, 1, 1])) % num_classes
+        no_rows = logits, label.astype(jnp.int32), jnp.zeros(4, bool)
         try:
             found = jax.eval_shape(measure.sums, *probe)
+            is_scalar = not any(one.shape for one in found)
+            padding = measure.sums(*no_rows) if is_scalar else ()
         except Exception as error:  # whatever the user's function raises
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise ValueError(
                 f"eval_metrics: {measure.name} fails on logits [B, {num_classes}], "
                 f"labels [B] and a mask [B] ({reason})"
             ) from error
-        if any(one.shape for one in found):
+        if not is_scalar:
             shapes = ", ".join(str(list(one.shape)) for one in found)
             raise ValueError(
                 f"eval_metrics: {measure.name} returns arrays of shapes {shapes}, "
                 "expected a sum and a count without axes"
             )
-        batch = jnp.zeros(kinds[0][0]), jnp.zeros(4, jnp.int32), jnp.zeros(4, bool)
-        if any(np.asarray(one) for one in measure.sums(*batch)):
+        if any(np.asarray(one) for one in padding):
+            odd = "counts rows whose mask is False, which are padding"
+            if any(np.isnan(one) for one in padding):
+                odd = "gives nan for a batch without a row whose mask is True"
             raise ValueError(
-                f"eval_metrics: {measure.name} counts rows whose mask is False, which "
-                "are padding; its sum and count must be 0 where no row is real, as by "
-                "jnp.where(mask, values, 0).sum() and mask.sum()"
+                f"eval_metrics: {measure.name} {odd}; its sum and count must be 0 "
+                "there, as by jnp.where(mask, values, 0).sum() and mask.sum()"
             )
 
 

@@ -163,11 +163,20 @@ def _watched(method: types.Algorithm) -> types.Algorithm:
 
     def round(state: Any, *given: Any) -> Any:
         out = method.round(state, *given)
-        is_right = _is_of(out, types.RoundState, Mapping, Mapping)
+        is_right = _is_of(out, types.RoundState, Mapping, Mapping) and all(
+            isinstance(name, str) and _is_of(one, object, object)
+            for name, one in out[1].items()
+        )
         wanted = "(RoundState, {metric: (sum, count)}, {message: count})"
         _expect("round", out, is_right, wanted)
         for name in ("server", "clients"):
             was, now = (_form(getattr(one, name)) for one in (state, out[0]))
+            trees = [getattr(one, name) for one in (state, out[0])]
+            if was == now and len({*map(jax.tree.structure, trees)}) > 1:
+                raise ValueError(
+                    f"algo: its round changes the kinds of containers in state.{name}; "
+                    "keep them"
+                )
             if was != now:
                 places = [k for k in {**was, **now} if was.get(k) != now.get(k)]
                 kinds = [one.get(places[0], "nothing") for one in (was, now)]
@@ -179,7 +188,8 @@ def _watched(method: types.Algorithm) -> types.Algorithm:
 
     def server(*given: Any) -> Any:
         out = method.server(*given)
-        is_right = isinstance(out, Mapping) and all(
+        is_right = isinstance(out, Mapping) and len(out) > 0
+        is_right = is_right and all(
             _is_of(one, types.Model, types.Variables) for one in out.values()
         )
         _expect("server", out, is_right, "{name: (model, Variables)}")
@@ -192,8 +202,8 @@ def _watched(method: types.Algorithm) -> types.Algorithm:
 
 
 def _is_of(value: Any, *kinds: type) -> bool:
-    """Whether it is a plain tuple of such things."""
-    is_tuple = type(value) is tuple and len(value) == len(kinds)
+    """Whether it is a tuple or a list of such things."""
+    is_tuple = isinstance(value, (tuple, list)) and len(value) == len(kinds)
     return is_tuple and all(map(isinstance, value, kinds))
 
 
@@ -205,7 +215,7 @@ def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
             kinds = list(map(type, value))
         elif isinstance(value, Mapping):
             kinds = list(map(type, value.values()))
-        given = ", ".join(kind.__name__ for kind in kinds)
+        given = ", ".join(kind.__name__ for kind in kinds) or "nothing"
         form = {tuple: "({})", dict: "a dict of {}"}.get(type(value), "a {}")
         raise ValueError(
             f"algo: its {name} returned {form.format(given)}, expected {wanted}"

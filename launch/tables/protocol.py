@@ -8,6 +8,7 @@ point. All of them measure test rows, but only validation rows choose.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -93,7 +94,7 @@ class Study:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
         self.folder, self.failed = pathlib.Path(folder), []
-        self._unwritten: dict[str, Any] = {}
+        self._body: dict[str, Any] = {}
         self._options, self._tuned, self._hashes, self.notes = self._prepared()
         self._records: dict[str, Record] = {}
         self._choices: dict[tuple[str, str], tuning.Choice] = {}
@@ -138,6 +139,7 @@ class Study:
             held = _held(path)
             is_same = held["given"] == self._given
             if self._is_opened or (is_same and not trials.is_of_python(self._given)):
+                self._body = held
                 return held["prepared"]
         elif store.is_taken(self.folder):
             raise ValueError(
@@ -199,17 +201,16 @@ class Study:
                 raise ValueError(f"study: tune: no method has the option {name}")
         notes += filter(None, map(derived.unusual, self.metrics))
         prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
-        self._unwritten = {"study": PACKED, "given": self._given}
-        self._unwritten["prepared"] = trials.as_json(prepared)
+        self._body = {"study": PACKED, "given": self._given}
+        self._body["prepared"] = trials.as_json(prepared)
         return prepared
 
     def _begin(self) -> None:
-        """Writes what the study is, once it is more than asked about."""
-        if self._unwritten:
+        """Writes what the study is, unless the folder says so already."""
+        path = self.folder / STUDY
+        if not path.is_file() or _held(path) != self._body:
             self.folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(self._unwritten, indent=1)
-            finished.write_text(self.folder / STUDY, f"{text}\n")
-            self._unwritten = {}
+            finished.write_text(path, json.dumps(self._body, indent=1) + "\n")
 
     def _trial(
         self, setting: str, base: str, label: str, options: Mapping[str, Any]
@@ -284,13 +285,16 @@ class Study:
     def _place(self, trial: trials.Trial) -> str:
         """A trial's name, with a hash if the folder has it for one of other options.
 
-        So a study may grow, for example by values to tune, and keeps what is done.
+        So a study may grow, for example by values to tune, and keeps what is done. A
+        run that goes on to more rounds stays where it is.
         """
-        held = self._held_cell(trial.name)
-        if held is None or held["key"] == trial.key:
-            return trial.name
         key = json.dumps(trial.key, sort_keys=True)
-        return f"{trial.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        other = f"{trial.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+        if self._held_cell(other) is not None:
+            return other
+        held = self._held_cell(trial.name)
+        is_free = held is None or trials.goes_on(held["key"], trial.key)
+        return trial.name if is_free else other
 
     def _held_cell(self, place: str) -> dict[str, Any] | None:
         path, kind = self.folder / "cells" / f"{place}.json", {"key": dict}
@@ -442,9 +446,11 @@ class Study:
             if note not in self._told:
                 self._say(f"note: {note}")
         self._told.update(made.notes)
-        if not self._cell(trial).exists():
-            store.write(self._cell(trial), {"key": trial.key})
-        if not trials.train(made, progress, minutes):
+        held, begin = self._held_cell(self._place(trial)), None
+        if held is None or held["key"] != trial.key:
+            cell, key = self._cell(trial), {"key": trial.key}
+            begin = functools.partial(store.write, cell, key)
+        if not trials.train(made, progress, minutes, begin):
             self._say(f"{trial.name}: its time is over after round {made.round}")
             return False
         if made.config.sweep:

@@ -4,7 +4,7 @@ import json
 import pathlib
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,16 +34,35 @@ class _Limit(loop.Listener):
             self.asked.ask(signal.SIGALRM)
 
 
-def train(made: Experiment, progress: bool, minutes: float) -> bool:
+def goes_on(held: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
+    """Whether the run of a trial's key is that of `held`, or it with more rounds.
+
+    Of a finished sweep no checkpoint is kept, so that it cannot go on.
+    """
+    rounds = [one.get("rounds") for one in (held, key)]
+    is_longer = None not in rounds and rounds[0] <= rounds[1] and not key.get("sweep")
+    return held == key or (is_longer and {**held, "rounds": rounds[1]} == key)
+
+
+def train(
+    made: Experiment,
+    progress: bool,
+    minutes: float,
+    on_open: Callable[[], None] | None = None,
+) -> bool:
     """Trains or continues an experiment in its folder; False if its time was over.
 
-    `minutes` are 0 for no limit. Raises KeyboardInterrupt after a signal, once the call
-    in progress is saved, a `lock.Held` if another process has the folder, and a
-    ValueError if the folder holds another run.
+    `minutes` are 0 for no limit, and `on_open` is called once the folder is the run's.
+    Raises KeyboardInterrupt after a signal, once the call in progress is saved, a
+    `lock.Held` if another process has the folder, and a ValueError if the folder holds
+    another run.
     """
     asked = stop.Stop(twice_interrupts=False)
     with made.folder as folder:
-        if folder.open() is None:
+        is_finished = folder.open() is not None
+        if on_open is not None:
+            on_open()
+        if not is_finished:
             others = [_Limit(asked, 60 * minutes)] if minutes else []
             made.train(asked, folder, progress=progress, others=others)
     if asked and asked.signal != signal.SIGALRM:

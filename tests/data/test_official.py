@@ -194,6 +194,13 @@ def test_foreign_pickles_run_nothing(tmp_path, foreign, reason, is_packed):
         b"cnumpy\ndtype\n(Vu1\ntR(I3\nV>\nNNI-1\nI-1\nI0\ntb.",
         b"c_codecs\nencode.__setstate__\n.",
         b"Pa\n.",  # an id of something outside
+        b"\x80\x05}X\x01\0\0\0a\x96" + (2**28).to_bytes(8, "little") + b"s.",
+        b"\x80\x02})" + b"2\x86" * 40 + b"K\x01s.",  # a key that takes 2^40 steps
+        b"\x80\x02(c_codecs\nencode\nq\0(X\xc8\0\0\0"
+        + b"a" * 200
+        + b"Vx\ntq\1R"
+        + b"h\0h\1R" * 99
+        + b"l.",  # one text as many bytes
         b"c\x1b[31mposix\nmkdir\n(V%s\ntR.",  # that would colour a terminal
         b"",
     ],

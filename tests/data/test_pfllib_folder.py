@@ -96,6 +96,18 @@ def test_other_forms_of_rows(tmp_path):
     assert found.notes[0].endswith("H 5, W 3, C 6; --layout=nhwc if not")
 
 
+def test_clients_without_train_rows(folder):
+    write(folder / "train" / "1.npz", {"x": np.zeros((0, 1, 6, 5)), "y": np.zeros(0)})
+    with pytest.raises(ValueError, match=r"train/1\.npz has no row; each client needs"):
+        load(folder)
+
+
+def test_hidden_files_are_no_clients(folder):
+    """As macOS leaves them."""
+    (folder / "train" / "._0.npz").write_bytes(b"")
+    assert load(folder).num_train == 21
+
+
 def test_clients_without_test_rows(folder):
     """PFLlib has such clients; without any, test rows are taken of the train rows."""
     none = {"x": np.zeros((0,), np.float32), "y": np.zeros(0, int)}
@@ -143,7 +155,7 @@ BAD = {
     "no labels": ({"x": np.zeros((3, 4), np.float32)}, "y is missing, an array"),
     "lists": ({"x": [[1.0]], "y": [0]}, "x is a list of objects"),
     "no dict": ([1, 2], "data is int64 [2], a dict of x and y is expected"),
-    "another object": ({1}, "it is a set, a dict is expected"),
+    "another object": ({1}, "it holds more than numpy arrays"),
     "complex": ({"x": np.zeros((2, 4), complex), "y": np.zeros(2)}, "complex128"),
     "another order": ({"x": np.zeros((2, 4), ">f4"), "y": np.zeros(2)}, "order of"),
 }

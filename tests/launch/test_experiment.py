@@ -98,6 +98,11 @@ def _grown(state):
     return state.replace(server=jax.tree.map(lambda x: x[None], state.server))
 
 
+def _listed(state):
+    params = list(state.server.params)
+    return state.replace(server=state.server._replace(params=params))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -118,6 +123,14 @@ def _grown(state):
             "server",
             lambda out: {"a": out["global"][1]},
             "server returned a dict of Var",
+        ),
+        ("server", lambda out: {}, "server returned a dict of nothing, expected"),
+        ("round", lambda out: (out[0], {"x": 1.0}, {}), r"round returned \(RoundState"),
+        ("round", lambda out: (out[0], {3: (1, 1)}, {}), r"round returned \(RoundS"),
+        (
+            "round",
+            lambda out: (_listed(out[0]), *out[1:]),
+            "round changes the kinds of containers in state.server; keep them",
         ),
     ],
 )

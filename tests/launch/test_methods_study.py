@@ -362,6 +362,30 @@ def test_a_study_grows_in_its_folder(tmp_path):
     )
 
 
+def test_more_rounds_and_other_options_of_one_study(tmp_path):
+    """More rounds go on; other options have folders of their own, whatever is lost."""
+
+    def study(**more):
+        given = OPTIONS | {"tune": {}, "fine_tune_epochs": 0, "val_split": 0.0} | more
+        return build.study(["fedavg"], folder=tmp_path / "study", **given)
+
+    first, second = study(rounds=1).run(progress=False), study(rounds=2)
+    begun = first.runs()["fedavg"].records[0]
+    assert second.run(progress=False).runs()["fedavg"].records[0] == begun
+    runs = tmp_path / "study" / "runs"
+    assert [one.name for one in runs.iterdir()] == ["fedavg"]
+    other = study(rounds=2, client_lr=0.3).run(progress=False)
+    assert not other.failed and len(list(runs.iterdir())) == 2
+    assert build.load(second.run(progress=False).pack(tmp_path / "a.zip")).options == (
+        build.load(tmp_path / "study").options
+    )
+    (tmp_path / "study" / "cells" / "fedavg.json").unlink()
+    again = study(rounds=2, client_lr=0.3)
+    assert "finished" in again.lines()[0] and not again.run(progress=False).failed
+    assert not study(rounds=2).run(progress=False).failed
+    assert len(list(runs.iterdir())) == 2
+
+
 def test_changed_data_are_refused(tmp_path):
     """What is left of a study does not run on other data."""
     path = tmp_path / "mine.npz"
