@@ -237,8 +237,7 @@ def estimate(run: Run) -> dict[str, Any]:
         `loops_of_unknown_turns`: those of them whose number of turns the compiler does
             not know.
     """
-    note = narrow.fit(run)
-    plans = {name: _ahead(run, name) for name in run.program.names}
+    note, plans = narrow.fit(run), {n: _ahead(run, n) for n in run.program.names}
     clients = run.task.execution.chunk * len(run.simulation.calls[0].variants)
     batch_size = _largest_batch(run)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
