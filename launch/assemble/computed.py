@@ -170,19 +170,19 @@ def _watched(method: types.Algorithm) -> types.Algorithm:
         wanted = "(RoundState, {metric: (sum, count)}, {message: count})"
         _expect("round", out, is_right, wanted)
         for name in ("server", "clients"):
-            was, now = (_form(getattr(one, name)) for one in (state, out[0]))
-            trees = [getattr(one, name) for one in (state, out[0])]
-            if was == now and len({*map(jax.tree.structure, trees)}) > 1:
-                raise ValueError(
-                    f"algo: its round changes the kinds of containers in state.{name}; "
-                    "keep them"
-                )
+            before, after = (getattr(one, name) for one in (state, out[0]))
+            was, now = _form(before), _form(after)
             if was != now:
                 places = [k for k in {**was, **now} if was.get(k) != now.get(k)]
                 kinds = [one.get(places[0], "nothing") for one in (was, now)]
                 raise ValueError(
                     f"algo: its round changes the form of state.{name}{places[0]}: "
                     f"{kinds[0]} before it, {kinds[1]} after it; keep one form"
+                )
+            if jax.tree.structure(before) != jax.tree.structure(after):
+                raise ValueError(
+                    f"algo: its round changes the kinds of containers in state.{name}; "
+                    "keep them"
                 )
         return out
 
