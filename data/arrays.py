@@ -1,6 +1,6 @@
 """Data sets from a user's arrays: the layout of images and the owners of rows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -208,6 +208,16 @@ def merged(columns: Mapping[str, np.ndarray]) -> str:
     )
 
 
+def taken_as(layout: str, shape: Sequence[int]) -> str:
+    """The line about the axes [N, ...] of images, taken as nchw or nhwc."""
+    size = dict(zip(layout, shape, strict=True))
+    other = "nhwc" if layout == "nchw" else "nchw"
+    return (
+        f"x {list(shape)} is taken as {layout.upper()}: H {size['h']}, W {size['w']}, "
+        f"C {size['c']}; --layout={other} if not"
+    )
+
+
 def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
     """Converts examples to [N, H, W, C], [N, D], or [N, T, C] for the layout `ntc`.
 
@@ -221,11 +231,8 @@ def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
         return x[..., None], taken
     if layout == "auto" and x.ndim == 4:
         is_nchw = shape[1] in (1, 3) and min(shape[2:]) > 4
-        taken, other = ("NCHW", "nhwc") if is_nchw else ("NHWC", "nchw")
-        x = x.transpose(0, 2, 3, 1) if is_nchw else x
-        high, wide, deep = x.shape[1:]
-        taken = f"{taken}: H {high}, W {wide}, C {deep}; --layout={other} if not"
-        return x, f"x {shape} is taken as {taken}"
+        note = taken_as("nchw" if is_nchw else "nhwc", shape)
+        return x.transpose(0, 2, 3, 1) if is_nchw else x, note
     if layout == "auto":
         return x, ""
     wanted = len(layout)

@@ -160,20 +160,17 @@ def _of_clients(given: Any, where: str) -> tuple[np.ndarray, ...] | None:
     held = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(held, Mapping) or is_frame(held) or not len(held):
         return None
-    pairs = {
-        name: (one["x"], one["y"]) if _has_xy(one) else one
-        for name, one in held.items()
-    }
-    if not all(map(_is_pair, pairs.values())):
-        return None
+    parts = {}
+    for name, one in held.items():
+        pair = _pair(one)
+        if pair is None:
+            return None
+        parts[name] = pair
     if held is not given:
         raise ValueError(
-            f"{where}: got a list of {len(pairs)} pairs (x, y), as of clients; give "
+            f"{where}: got a list of {len(parts)} pairs (x, y), as of clients; give "
             "{name: (x, y), ...}, or one (x, y, client)"
         )
-    parts = {
-        name: [np.asarray(_plain(part)) for part in one] for name, one in pairs.items()
-    }
     first = next((x.shape[1:] for x, _ in parts.values() if len(x)), ())
     for name, (x, y) in parts.items():
         if len(x) != len(y) or (len(x) and x.shape[1:] != first):
@@ -186,16 +183,15 @@ def _of_clients(given: Any, where: str) -> tuple[np.ndarray, ...] | None:
     return x, y, np.repeat(list(parts), [len(one[1]) for one in parts.values()])
 
 
-def _has_xy(value: Any) -> bool:
-    return isinstance(value, Mapping) and {*value} == {"x", "y"}
-
-
-def _is_pair(value: Any) -> bool:
-    """Whether it is (x, y) of some rows."""
+def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The arrays (x, y) of some rows, None if it is no pair of these."""
+    if isinstance(value, Mapping) and {*value} == {"x", "y"}:
+        value = value["x"], value["y"]
     if not isinstance(value, tuple) or len(value) != 2:
-        return False
+        return None
     x, y = map(_plain, value)
-    return np.ndim(y) == 1 and len(getattr(x, "shape", ())) > 1
+    is_of_rows = np.ndim(y) == 1 and len(getattr(x, "shape", ())) > 1
+    return (np.asarray(x), np.asarray(y)) if is_of_rows else None
 
 
 def _columns(given: Any) -> Any:

@@ -36,9 +36,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         raise ValueError("no client has a test row; PFLlib leaves some for each")
     note = ()
     if layout == "auto" and x.ndim == 4:
-        high, wide, deep = x.shape[2], x.shape[3], x.shape[1]
-        line = f"x {list(x.shape)} is taken as NCHW: H {high}, W {wide}, C {deep}"
-        layout, note = "nchw", (f"{line}; --layout=nhwc if not",)
+        layout, note = "nchw", (arrays.taken_as("nchw", x.shape),)
     made = arrays.from_arrays(
         *(x, y, client),
         layout=layout,

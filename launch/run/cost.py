@@ -152,6 +152,14 @@ class Plan(NamedTuple):
         """Kernels of the training step that has most, 0 if nothing is trained."""
         return max((loop.all_kernels for loop in self.parts.steps()), default=0)
 
+    def round_on_tpu(self, examples: int) -> dict[str, float]:
+        """What `estimate` says of the program of the rounds for a TPU."""
+        return {
+            "cycles_per_step": self.step_cycles,
+            "cycles_per_example": self.step_cycles / examples,
+            "cycles_outside_steps": self.parts.total - self.step_cycles,
+        }
+
     def round_on_gpu(self) -> dict[str, int]:
         """What `estimate` says of the program of the rounds for a GPU."""
         return {
@@ -237,7 +245,8 @@ def estimate(run: Run) -> dict[str, Any]:
         `loops_of_unknown_turns`: those of them whose number of turns the compiler does
             not know.
     """
-    note, plans = narrow.fit(run), {n: _ahead(run, n) for n in run.program.names}
+    note = narrow.fit(run)
+    plans = {name: _ahead(run, name) for name in run.program.names}
     clients = run.task.execution.chunk * len(run.simulation.calls[0].variants)
     batch_size = _largest_batch(run)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
@@ -245,14 +254,10 @@ def estimate(run: Run) -> dict[str, Any]:
     if chip.gpu:
         figures = rounds.round_on_gpu()
     else:
+        figures = rounds.round_on_tpu(clients * batch_size)
         step = rounds.step_cycles
         is_wide = step and clients > 1
-        figures = {
-            "cycles_per_step": step,
-            "cycles_per_example": step / (clients * batch_size),
-            "cycles_outside_steps": rounds.parts.total - step,
-            "over_one_by_one": clients * _alone(run) / step if is_wide else 1.0,
-        }
+        figures["over_one_by_one"] = clients * _alone(run) / step if is_wide else 1.0
     return {
         "target": run.target,
         "clients_side_by_side": clients,
