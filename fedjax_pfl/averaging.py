@@ -104,6 +104,8 @@ def make(
         if tx is not None:
             moments = state.server["moments"]
             new, moments = server_optimizer.step(tx, moments, old, mean)
+            if sent is not None:  # an own optimizer may decay what has no gradient
+                new = sent.joined(sent.sent(new), sent.kept(old))
             server = {"model": new, "moments": moments}
         state = here.after(rows, server=server)
         return state, trained.metrics(cohort), {"model down": 1, "model up": 1}

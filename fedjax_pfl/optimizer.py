@@ -47,7 +47,7 @@ _RANGES["eta_plus"] = "a finite number of at least 1", lambda x: x >= 1
 
 @dataclasses.dataclass(frozen=True)
 class Custom:
-    """An optimizer that was given as an object, as the value of `client_optimizer`.
+    """An optimizer that was given as an object, as the value of an `option`.
 
     `name` is its name in records. `given` is a transformation, or with `has_rate` a
     function of the learning rate that makes one.
@@ -56,6 +56,7 @@ class Custom:
     name: str
     given: Any
     has_rate: bool
+    option: str = "client_optimizer"
 
     def __str__(self) -> str:
         return self.name
@@ -174,43 +175,46 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def custom(given: Any) -> Custom:
-    """The value of `client_optimizer` for an object.
+def custom(given: Any, option: str = "client_optimizer") -> Custom:
+    """The value of `client_optimizer` or `server_optimizer` for an object.
 
     `given` is an `optax.GradientTransformation`, or a function of the learning rate
     (which may be a tracer) that makes one, such as `optax.adamw`. Raises ValueError, in
     one line, for anything else.
     """
     if isinstance(given, optax.GradientTransformation):
-        return _tried(Custom("own_transformation", given, False))
+        return _tried(Custom("own_transformation", given, False, option))
     made = None
     if callable(given):
         try:
             made = given(0.1)
         except Exception as error:  # whatever the user's function raises
             raise ValueError(
-                "client_optimizer: expected a function of the learning rate that makes "
-                f"an optax.GradientTransformation, but it fails ({_reason(error)})"
+                f"{option}: expected a function of the learning rate that makes an "
+                f"optax.GradientTransformation, but it fails ({_reason(error)})"
             ) from error
     if not isinstance(made, optax.GradientTransformation):
         kind = type(given if made is None else made).__name__
         raise ValueError(
-            "client_optimizer: expected a name, an optax.GradientTransformation or a "
+            f"{option}: expected a name, an optax.GradientTransformation or a "
             f"function of the learning rate that makes one, got a {kind}"
         )
     name = getattr(given, "__name__", type(given).__name__)
     name = re.sub(r"\W+", "", name) or "lambda"
-    return _tried(Custom(f"own_{name}", given, True))
+    return _tried(Custom(f"own_{name}", given, True, option))
 
 
 def _tried(own: Custom) -> Custom:
     """The same optimizer, after a step on two parameters.
 
-    Raises ValueError if it needs more than gradients and parameters, or if its state
-    cannot be masked.
+    Raises ValueError if it needs more than gradients and parameters, or if the state of
+    a client's cannot be masked.
     """
 
     def trained(learning_rate: Any, params: Any) -> Any:
+        if own.option != "client_optimizer":
+            state, (update, after) = own.step(learning_rate, params, params)
+            return (params, state), (optax.apply_updates(params, update), after)
         tx = _Joint(*own.make(learning_rate))
         mask, state = tuple(jnp.ones((), bool) for _ in params), init(tx, params)
         return (params, state), apply_gradients(tx, params, state, params, mask)
@@ -220,13 +224,13 @@ def _tried(own: Custom) -> Custom:
         before, after = jax.eval_shape(trained, 0.1, PROBE)
     except Exception as error:  # whatever the user's functions raise
         raise ValueError(
-            f"client_optimizer: {own} fails on gradients and parameters alone, or on a "
+            f"{own.option}: {own} fails on gradients and parameters alone, or on a "
             f"learning rate that is traced ({_reason(error)})"
         ) from error
     if _kinds(before) != _kinds(after):
         raise ValueError(
-            f"client_optimizer: {own} changes the shapes or types of parameters or of "
-            "its state in a step"
+            f"{own.option}: {own} changes the shapes or types of parameters or of its "
+            "state in a step"
         )
     return own
 

@@ -146,6 +146,8 @@ def is_on(field: dataclasses.Field, value: Any) -> bool:
 def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
     if isinstance(value, str) and values is not ON:
         return _is_choice(value, values)
+    if not isinstance(value, (str, int, float, type(None))):
+        return True  # an object in place of a choice, which is as much on as any
     return value not in OFF if values is ON else value in values
 
 

@@ -20,7 +20,9 @@ x_i - x over the clients of the round:
 | beta_2, tau | 0.99, 1e-3, as in the paper's experiments |
 
 As in Algorithm 2, m and v have no bias correction, which optax's Adam and Yogi have.
-Running statistics are not parameters: the server takes their mean.
+Running statistics are not parameters: the server takes their mean. In Python
+`server_optimizer` may be any optax transformation, of the gradient -Delta: a schedule
+in it is one over rounds, as its state goes on from round to round.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import options, types
+from fedjax_pfl import optimizer, options, types
 
 BETA_2, TAU = 0.99, 1e-3
 ADAPTIVE = ("adam", "adagrad", "yogi")
@@ -78,6 +80,8 @@ def make(hparams: ServerOptimizer) -> optax.GradientTransformation | None:
     if kind == "none":
         return None
     rate, momentum = hparams.server_lr, hparams.server_momentum
+    if isinstance(kind, optimizer.Custom):
+        return kind.make(rate)
     if kind != "sgd" and not isinstance(momentum, jax.Array) and momentum == 1:
         raise ValueError(
             f"--server_momentum=1: with --server_optimizer={kind} the model would "

@@ -321,8 +321,8 @@ def experiment(**given: Any) -> Experiment:
       `width` that returns any of them, see `models.own.chain`;
     * `split`: names of submodules of the one module `model`, such as `("head",)`, at
       which a new stage begins;
-    * `client_optimizer`: an `optax.GradientTransformation`, or a function of the
-      learning rate that makes one, such as `optax.adamw`;
+    * `client_optimizer`, `server_optimizer`: an `optax.GradientTransformation`, or a
+      function of the learning rate that makes one, such as `optax.adamw`;
     * `eval_metrics`: names, or functions `(logits, labels, mask) -> (sum, count)`, as a
       list or by name;
     * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.

@@ -103,9 +103,9 @@ def of_others(
     """
     classes = settings.source.num_classes
     out = {"eval_metrics": of_measures(settings.measures, classes)}
-    tx = getattr(hparams, "client_optimizer", "")
-    if isinstance(tx, optimizer.Custom):
-        out["client_optimizer"] = _traced(tx.step, 0.1, *[optimizer.PROBE] * 2)
+    for tx in vars(hparams).values():
+        if isinstance(tx, optimizer.Custom):
+            out[tx.option] = _traced(tx.step, 0.1, *[optimizer.PROBE] * 2)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
         # An error of its own, without JAX's note about the frames of that.
         with files.named(""):

@@ -36,58 +36,81 @@ def measured(
     return {**given, "eval_metrics": names}, chosen
 
 
-# Options that a custom optimizer replaces
-_OF_OPTIMIZER = ("weight_decay", "client_momentum", "client_optimizer_options")
-_OF_RATE = ("client_lr", "client_lr_decay")
+# Options that custom optimizers replace, and those of their learning rates
+_OF_OPTIMIZER = {
+    "client_optimizer": ("weight_decay", "client_momentum", "client_optimizer_options"),
+    "server_optimizer": ("server_momentum",),
+}
+_OF_RATE = {
+    "client_optimizer": ("client_lr", "client_lr_decay"),
+    "server_optimizer": ("server_lr",),
+}
+
+
+def optimizers(given: Mapping[str, Any]) -> dict[str, optimizer.Custom]:
+    """The optimizers that are given as objects, by their options."""
+    return {
+        name: optimizer.custom(given[name], name)
+        for name in _OF_OPTIMIZER
+        if not isinstance(given.get(name, ""), str)
+    }
 
 
 def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
     """The options that have no effect beside a custom optimizer."""
-    return _OF_OPTIMIZER if own.has_rate else (*_OF_OPTIMIZER, *_OF_RATE)
+    rate = () if own.has_rate else _OF_RATE[own.option]
+    return (*_OF_OPTIMIZER[own.option], *rate)
 
 
-def with_optimizer(
-    hparams: Any, own: optimizer.Custom | None, given: Mapping[str, Any]
+def with_optimizers(
+    hparams: Any, every: Mapping[str, optimizer.Custom], given: Mapping[str, Any]
 ) -> Any:
-    """Adds a custom optimizer to the algorithm's options and checks it.
+    """Resets the options that custom optimizers replace, and checks these.
 
     Raises ValueError if they do not go together.
     """
     fields = {field.name: field for field in dataclasses.fields(hparams)}
-    if own is not None:
-        if "client_optimizer" not in fields:
-            algo = given.get("algo", schema.Config.algo)
-            raise ValueError(registry.unknown_option("client_optimizer", algo))
+    algo = given.get("algo", schema.Config.algo)
+    for option, own in every.items():
+        if option in registry.algorithm(algo).fixed:
+            raise ValueError(
+                f"{option}={own}: {algo} is the name of FedAvg with an optimizer of "
+                "its own; give algo='fedavg'"
+            )
         swept = given.get("sweep", "")
         points = [one.partition("=")[0].strip() for one in swept.split(";")]
         for name in replaced_by(own):
             if name not in given and name not in points:
                 continue
             flag = f"{name}={given[name]}" if name in given else f"sweep={swept}"
-            line = f"--{flag} has no effect with client_optimizer={own}; omit it"
-            if name in _OF_RATE:
+            line = f"--{flag} has no effect with {option}={own}; omit it"
+            if name in _OF_RATE[option]:
                 line += ", or give a function of the learning rate"
             raise ValueError(line)
-        if "level_mix" in fields and hparams.optimizer_state == "persist":
+        is_part = "level_mix" in fields and option == "client_optimizer"
+        if is_part and hparams.optimizer_state == "persist":
             raise ValueError(
                 "--optimizer_state=persist: a client that holds a part of the model "
                 "has no state of a custom optimizer of all; give reset"
             )
-        defaults = {name: fields[name].default for name in _OF_OPTIMIZER}
-        hparams = dataclasses.replace(hparams, client_optimizer=own, **defaults)
+        defaults = {name: fields[name].default for name in _OF_OPTIMIZER[option]}
+        hparams = dataclasses.replace(hparams, **defaults)
     if "client_optimizer" in fields:
         optimizer.check(hparams)
     return hparams
 
 
-def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
-    """Hashes the source of custom code, "" if there is none."""
+def own_sha256(given: Mapping[str, Any], every: Mapping[str, optimizer.Custom]) -> str:
+    """Hashes the source of custom code, "" if there is none.
+
+    `every` are the custom optimizers, see `optimizers`.
+    """
     custom = [
         name
         for name in ("model", "client_model", "algo", "eval_metrics")
         if not isinstance(given.get(name, ""), str)
     ]
-    if not custom and tx is None:
+    if not custom and not every:
         return ""
     from models import own  # imports nnx, which takes long
 
@@ -102,8 +125,7 @@ def own_sha256(given: Mapping[str, Any], tx: optimizer.Custom | None) -> str:
     if "eval_metrics" in custom:
         chosen = measures_lib.chosen(measures_lib.listed(given["eval_metrics"]))
         texts["eval_metrics"] = [(one.name, own.source(one.given)) for one in chosen]
-    if tx is not None:
-        texts["client_optimizer"] = optimizer.fingerprint(tx)
+    texts |= {name: optimizer.fingerprint(tx) for name, tx in every.items()}
     return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
@@ -161,7 +183,7 @@ def objects_in(recorded: Mapping[str, Any]) -> dict[str, str]:
     By the option, what it was: a module, an optimizer or a function.
     """
     kinds = {"model": "module", "client_model": "module"}
-    kinds |= {"client_optimizer": "optimizer"}
+    kinds |= dict.fromkeys(_OF_OPTIMIZER, "optimizer")
     out = {n: kind for n, kind in kinds.items() if recorded.get(n, "")[:4] == "own_"}
     metrics = recorded.get("eval_metrics", "").split(",")
     if not {*filter(None, metrics)} <= measures_lib.NAMES.keys():
@@ -172,7 +194,7 @@ def objects_in(recorded: Mapping[str, Any]) -> dict[str, str]:
 def given_again(
     recorded: Mapping[str, Any], given: Mapping[str, Any], path: Any
 ) -> dict[str, Any]:
-    """Drops the recorded options that a given custom optimizer replaces.
+    """Drops the recorded options that given custom optimizers replace.
 
     Raises:
         ValueError: one line: a custom object of the run is not given.
@@ -181,7 +203,6 @@ def given_again(
         if name not in given:
             flag = f"--{name}={recorded[name]}"
             raise ValueError(f"{path}: {flag} was a custom {kind}; give {name}=...")
-    if isinstance(tx := given.get("client_optimizer", ""), str):
-        return dict(recorded)
-    replaced = replaced_by(optimizer.custom(tx))
+    every = optimizers(given).values()
+    replaced = {name for own in every for name in replaced_by(own)}
     return {name: value for name, value in recorded.items() if name not in replaced}

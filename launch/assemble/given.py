@@ -10,7 +10,7 @@ import numpy as np
 from data import arrays, dataset, doors, frames, loaders
 from data.partitions import file
 from fedjax_pfl import measures as measures_lib
-from fedjax_pfl import optimizer, types
+from fedjax_pfl import types
 from launch.assemble import custom
 from launch.config import registry, resolve, schema
 from launch.machine import devices, processes
@@ -53,15 +53,14 @@ def settled(**given: Any) -> Settings:
     devices.begin(given.get("distributed", ""))
     if "split" in given:
         given["split"] = custom.split_names(given)
-    own_optimizer = None
-    if not isinstance(given.get("client_optimizer", ""), str):
-        own_optimizer = optimizer.custom(given.pop("client_optimizer"))
-    own_sha256 = custom.own_sha256(given, own_optimizer)
+    own_optimizers = custom.optimizers(given)
+    given = {name: one for name, one in given.items() if name not in own_optimizers}
+    own_sha256 = custom.own_sha256(given, own_optimizers)
     given, chosen = custom.measured(given)
     given, in_memory, own_models = custom.named(given)
     _check_alike(given | {"own_sha256": own_sha256})
-    config, hparams = resolve.configure(given)
-    hparams = custom.with_optimizer(hparams, own_optimizer, given)
+    config, hparams = resolve.configure(given | own_optimizers)
+    hparams = custom.with_optimizers(hparams, own_optimizers, given)
     source = _source(config, in_memory)
     if not source.is_text:
         measures_lib.check(chosen, source.num_classes)

@@ -11,7 +11,14 @@ import numpy as np
 import algorithms
 from data import dataset, labels, loaders
 from data.partitions import file
-from fedjax_pfl import levels, local_training, optimizer, options, types
+from fedjax_pfl import (
+    levels,
+    local_training,
+    optimizer,
+    options,
+    server_optimizer,
+    types,
+)
 from launch.config import registry, schema, sweep
 
 
@@ -72,6 +79,12 @@ def of_options(
         )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizer(config, hparams)
+        rate = getattr(hparams, "server_lr", None)
+        if rate == 1 and "server_lr" not in asked and _scales(hparams):
+            out.append(
+                f"--server_optimizer={hparams.server_optimizer} has a learning rate of "
+                "1, the default of --server_lr, which is much for most; give one"
+            )
         if "optimizer_state" in asked and not _keeps_state(config, hparams):
             out.append(
                 "--optimizer_state=persist has no effect with --client_optimizer="
@@ -140,6 +153,13 @@ def _of_optimizer(
             f"with --client_optimizer={name}"
         )
     return out
+
+
+def _scales(hparams: local_training.LocalTraining) -> bool:
+    """Whether the server's optimizer scales its steps, or is an own one with a rate."""
+    kind = getattr(hparams, "server_optimizer", "none")
+    is_own = isinstance(kind, optimizer.Custom) and kind.has_rate
+    return is_own or kind in server_optimizer.ADAPTIVE
 
 
 def _keeps_state(config: schema.Config, hparams: local_training.LocalTraining) -> bool:

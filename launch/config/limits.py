@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl import optimizer
+
 INT_LIMIT = 2**31 - 1
 SEED_LIMIT = 2**32 - 1
 FLOAT_LIMIT = float(np.finfo(np.float32).max)
@@ -17,11 +19,11 @@ _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 def checked(name: str, value: Any, kind: type) -> Any:
     """The value as a plain `kind` that 32 bits and a line of a file can hold.
 
-    None passes, an int passes as a float, and a number as the text of one, such as
-    availability=0.5. Anything else raises a short ValueError.
+    None and own optimizers pass, an int passes as a float, and a number as the text of
+    one, such as availability=0.5. Anything else raises a short ValueError.
     """
-    if value is None:
-        return None
+    if value is None or isinstance(value, optimizer.Custom):
+        return value
     if isinstance(value, np.generic):
         value = value.item()
     if kind is str and isinstance(value, os.PathLike):

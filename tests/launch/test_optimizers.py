@@ -113,6 +113,55 @@ def test_the_servers_optimizer_equals_numpy(name, server):
         np.testing.assert_allclose(got, x + 0.1 * step, rtol=1e-3, atol=2e-6)
 
 
+def momentum(learning_rate):
+    """What `--server_optimizer=sgd --server_momentum=0.9` is."""
+    return optax.sgd(learning_rate, 0.9)
+
+
+def test_the_servers_own_one_goes_on_over_rounds(tmp_path):
+    """It equals the same one by name, also if it is stopped, resumed and swept."""
+    given = {"rounds": 3, "server_lr": 0.7}
+    named = ran(server_optimizer="sgd", server_momentum=0.9, **given)
+    own = given | {"server_optimizer": momentum}
+    made(**own, workdir=str(tmp_path / "run")).run(1, progress=False)
+    with pytest.raises(ValueError, match="--server_optimizer=own_momentum was a cus"):
+        loaded(tmp_path / "run")
+    again = loaded(tmp_path / "run", server_optimizer=momentum)
+    again.run(progress=False)
+    swept = ran(**own | {"server_lr": None}, sweep={"server_lr": [0.1, 0.7]})
+    expected = named.predict(None, X)
+    np.testing.assert_array_equal(again.predict(None, X), expected)
+    found = swept.predict(None, X, point={"server_lr": 0.7})
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_the_servers_own_one_leaves_what_never_travels():
+    """FedBABU's head stays as it began, whatever decays at the server."""
+
+    def decays(rate):
+        return optax.chain(optax.add_decayed_weights(0.5), optax.sgd(rate))
+
+    given = {"server_optimizer": decays, "server_lr": 1.0, "client_lr": 1e-6}
+    experiment = made(algo="fedbabu", **given)
+    before = [*map(jax.tree.leaves, experiment.client_model().variables.params)]
+    experiment.run(progress=False)
+    after = [*map(jax.tree.leaves, experiment.client_model().variables.params)]
+    for one, other in zip(before[-1], after[-1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    kernel = before[0][-1]
+    np.testing.assert_allclose(after[0][-1], kernel / 4, rtol=1e-3, atol=1e-5)
+
+
+def test_a_rate_of_one_is_noted():
+    """Only where the user did not choose it and the optimizer scales its steps."""
+    for given in ({"server_optimizer": optax.adam}, {"server_optimizer": "adam"}):
+        assert "has a learning rate of 1, the default" in "".join(made(**given).notes)
+    others = {"server_optimizer": "sgd"}, {"server_optimizer": optax.adam(0.1)}
+    chosen = {"server_optimizer": optax.adam, "server_lr": 1.0}
+    for given in ({}, *others, chosen, {"algo": "fedadam"}):
+        assert "learning rate of 1" not in "".join(made(**given).notes), given
+
+
 @pytest.mark.parametrize("name", ["fedavgm", "fedyogi"])
 def test_stopped_and_resumed(name, tmp_path):
     """The moments are part of the state."""
@@ -184,6 +233,27 @@ def test_a_fixed_one_has_its_own_rate(tmp_path):
         (
             {"algo": "scaffold", "server_optimizer": "adam"},
             "--server_optimizer=adam has no effect with scaffold, whose server has",
+        ),
+        (
+            {"algo": "scaffold", "server_optimizer": optax.sgd},
+            "--server_optimizer=own_sgd has no effect with scaffold",
+        ),
+        (
+            {"algo": "fedadam", "server_optimizer": optax.adam},
+            "server_optimizer=own_adam: fedadam is the name .* give algo='fedavg'",
+        ),
+        ({"server_optimizer": 5}, "server_optimizer: expected a name, an optax"),
+        (
+            {"server_optimizer": optax.sgd, "server_momentum": 0.9},
+            "--server_momentum=0.9 has no effect with server_optimizer=own_sgd; omit",
+        ),
+        (
+            {"server_optimizer": optax.sgd(0.1), "sweep": {"server_lr": [0.1, 0.2]}},
+            "no effect with server_optimizer=own_.*, or give a function of the learn",
+        ),
+        (
+            {"server_optimizer": optax.sgd, "eval_model": "stale"},
+            "--eval_model=stale does not go with --server_optimizer=own_sgd",
         ),
         (
             {"algo": "cdkt", "server_optimizer": "adam"},
