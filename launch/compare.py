@@ -24,6 +24,8 @@ from launch.show import frames, words
 if TYPE_CHECKING:
     import pandas
 
+    from launch.show.table import Table
+
 
 class Comparison(Mapping):
     """Experiments by name, all of them on the same examples of the same clients.
@@ -113,6 +115,21 @@ class Comparison(Mapping):
         frame = frames.summaries(self._experiments)
         share = 0.95 if until is None else until
         return frames.beside(frame, self._experiments, control, share)
+
+    def table(
+        self,
+        metrics: Sequence[str] = (),
+        *,
+        control: str = "",
+        test: str = "wilcoxon",
+        until: float = 0.95,
+    ) -> Table:
+        """The results as a table for a paper, see `launch.show.table.made`.
+
+        It is Markdown as text, and has `to_latex()`, `to_html()` and `to_frame()` with
+        p-values. Experiments that are not finished have no values.
+        """
+        return frames.table(self._experiments, metrics, control, test, until)
 
     def plot(self, kind: str = "curves", metric: str = "", **how: str) -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""

@@ -17,6 +17,8 @@ from launch.show import derived
 if TYPE_CHECKING:
     import pandas
 
+    from launch.show.table import Table
+
 
 def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
     """Records as a table, in which `round` and `seed` come first."""
@@ -125,6 +127,35 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
 
 
+def table(
+    experiments: Mapping[str, Run],
+    metrics: Sequence[str],
+    control: str,
+    test: str,
+    until: float,
+) -> Table:
+    """The table of `table.made` for runs in memory, each point of a sweep as a row.
+
+    Raises a ValueError, too, if there is no such control.
+    """
+    from launch.show import table as table_lib  # imports scipy.stats, which is slow
+
+    runs: dict[str, record.Record | None] = {}
+    for name, one in experiments.items():
+        if not one.is_over:
+            runs[name] = None
+            continue
+        found = _runs(one)
+        runs |= zip(record.names_by_point([found], [name]), found, strict=True)
+    _check_control(control, runs)
+    return table_lib.made({"": runs}, metrics, control, test, until)
+
+
+def _check_control(control: str, known: Mapping[str, Any]) -> None:
+    if control and control not in known:
+        raise ValueError(f"control={control}: expected one of {', '.join(known)}")
+
+
 def beside(
     frame: pandas.DataFrame, experiments: Mapping[str, Run], control: str, until: float
 ) -> pandas.DataFrame:
@@ -135,9 +166,7 @@ def beside(
     """
     if not control:
         return frame
-    if control not in experiments:
-        every = ", ".join(experiments)
-        raise ValueError(f"control={control}: expected one of {every}")
+    _check_control(control, experiments)
     runs = {}
     for name, one in experiments.items():
         if one.config.sweep:

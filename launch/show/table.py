@@ -192,7 +192,14 @@ def made(
         control: The method that marks, hurt, gain and until compare with, "" = none.
         test: `wilcoxon`, or `none` for a table without marks.
         until: The share of the control's result for `until_...`.
+
+    Raises:
+        ValueError: one line: another test, or metrics that are no list.
     """
+    if test not in ("wilcoxon", "none"):
+        raise ValueError(f"test={test}: expected wilcoxon or none")
+    if isinstance(metrics, str):
+        raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
     columns, untested, missing = [], {}, {}
@@ -247,6 +254,9 @@ def made(
         named = ", ".join(derived.TITLES[n] for n in needy)
         notes.append(f"{named}: these compare with a control, and none is given.")
     notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
+    every = [run for found in runs.values() for run in found.values()]
+    if missing := sum(run is None for run in every):
+        notes.append(f"{missing} of {len(every)} results are not finished.")
     return Table(rows, columns, notes)
 
 

@@ -548,10 +548,6 @@ class Study:
         """
         from launch.show import table  # imports scipy.stats, which is slow
 
-        if test not in ("wilcoxon", "none"):
-            raise ValueError(f"test={test}: expected wilcoxon or none")
-        if isinstance(metrics, str):
-            raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
         control = self.control if control is None else control
         self._check_row("control", control)
         runs = {setting: self.runs(setting) for setting in self.settings}
@@ -564,9 +560,6 @@ class Study:
             if run and row.endswith(FINE_TUNED)
             if not self.choice(setting, row).is_fine_tuned
         ]
-        every = [one for found in runs.values() for one in found.values()]
-        if missing := sum(one is None for one in every):
-            lines.append(f"{missing} of {len(every)} results are not finished.")
         return made._replace(notes=made.notes + lines)
 
     def plot(

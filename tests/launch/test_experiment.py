@@ -531,6 +531,13 @@ def test_comparison(arrays, capsys):
         assert summary.loc[name, "client_accuracy std"] == entry["std"]
         assert summary.loc[name, "summary"] == compared[name].config.summary
     assert "fedper (2 of 2):" in capsys.readouterr().out
+    shown = compared.table(["client_accuracy", "hurt"], control="fedavg")
+    found = shown.to_frame()["Client (UA), %", "mean"]
+    assert [*found.index] == [*compared] and [*found] == [*summary.client_accuracy]
+    assert "FedPer" in shown.to_latex() and "† better and ‡ worse" in str(shown)
+    for more in ({"control": "fedrep"}, {"test": "t"}, {"metrics": "hurt"}):
+        with pytest.raises(ValueError, match=": expected "):
+            compared.table(**more)
     assert compared.plot()._repr_png_()[:4] == b"\x89PNG"
     assert "<table" in compared._repr_html_()
     assert len(compared) == 2 and "fedavg on arrays" in repr(compared)
@@ -614,6 +621,7 @@ def test_an_interrupted_comparison_goes_on(arrays, capsys):
     )
     assert "run() continues" in capsys.readouterr().out
     assert not compared["local"].metrics and compared["fedavg"].round < 3
+    assert "2 of 2 results are not finished." in str(compared.table())
     compared.run(progress=False)
     assert [one.round for one in compared.values()] == [3, 3]
 
