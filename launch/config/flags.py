@@ -31,16 +31,17 @@ def fail(message: object, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
-def _algorithm(arguments: Sequence[str]) -> str:
-    """The value of `--algo`, by default cdkt."""
+def _only(name: str, arguments: Sequence[str], default: str, cure: str = "") -> str:
+    """The value of a flag; a ValueError if several different ones are given."""
     chosen: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
-        name, equals, value = argument.partition("=")
-        if name.startswith("-") and name.lstrip("-") == "algo":
+        flag, equals, value = argument.partition("=")
+        if flag.startswith("-") and flag.lstrip("-") == name:
             chosen.append(value if equals else following)
     if len(set(chosen)) > 1:
-        raise ValueError(f"two different --algo in one command: {', '.join(chosen)}")
-    return chosen[0] if chosen else "cdkt"
+        line = f"two different --{name} in one command: {', '.join(chosen)}"
+        raise ValueError(line + cure.format(";".join(chosen)))
+    return chosen[0] if chosen else default
 
 
 def asked(
@@ -108,7 +109,9 @@ def parse(
     """The flags' names and values; UsageError if bad, SystemExit after `--help`."""
     arguments, algo = flagfile.expand(argv), ""
     try:
-        algo = _algorithm(arguments[1:])
+        algo = _only("algo", arguments[1:], "cdkt")
+        # A command may override the sweep of its flagfile.
+        _only("sweep", argv[1:], "", "; all combinations are one --sweep='{}'")
         if (HELP | {"--helpfull"}) & set(arguments[1:]):
             named = [a[10:] for a in arguments if a.startswith("--dataset=")]
             help_for(algo, extra, named[-1] if named else "")

@@ -317,6 +317,18 @@ def test_interrupt_during_imports(before, after, expected):
 def test_same_algo_twice_is_fine(in_file):
     """Only two different ones are refused."""
     assert parse(in_file("--algo=local"), "--algo=local")["algo"] == "local"
+    with pytest.raises(flagfile.UsageError, match="two different --algo in one comm"):
+        parse("--algo=local", "--algo=fedavg")
+
+
+def test_a_second_sweep_is_refused(in_file):
+    """It replaced the first without a word; one beside a flagfile's is meant."""
+    given = "--sweep=client_lr=0.1,0.2", "--sweep=weight_decay=0.1"
+    for first in (given[:1], ("--sweep", "client_lr=0.1,0.2")):
+        with pytest.raises(flagfile.UsageError, match="--sweep='.*0.2;weight_decay"):
+            parse(*first, given[1])
+    assert parse(in_file(given[0]), given[1])["sweep"] == "weight_decay=0.1"
+    assert parse(given[0], given[0])["sweep"] == "client_lr=0.1,0.2"
 
 
 def test_help_of_the_default_and_in_any_place(capsys, in_file):
