@@ -137,7 +137,12 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     elif isinstance(getattr(given, "tensors", None), tuple):
         return _rows(given.tensors, where, label, owner)
     elif has_rows and not hasattr(given, "dtype") and not isinstance(given, bytes):
-        items = [given[row] for row in range(len(given))]
+        try:
+            items = [given[row] for row in range(len(given))]
+        except Exception as error:  # whatever the user's object raises
+            why = " ".join(str(error).split())[:200]
+            reason += f" whose rows raise a {type(error).__name__} ({why})"
+            raise ValueError(f"{where}: expected {FORMS}, {reason}") from error
         kinds = {len(one) if isinstance(one, (tuple, list)) else 0 for one in items}
         if kinds in ({2}, {3}):
             parts = zip(*items, strict=True)

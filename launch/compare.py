@@ -207,7 +207,11 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     known = {*custom.ONLY_IN_PYTHON}.union(*fields)
     if odd := [name for name in options if name not in known]:
-        raise ValueError(f"--{odd[0]} is a flag of none of {', '.join(runs)}; omit it")
+        cure = registry.meant(odd[0], known) or "; omit it"
+        if odd[0] in ("control", "until"):
+            cure = f"; give it to table() or summary(), as compare(...).table({odd[0]}="
+            cure += "...)"
+        raise ValueError(f"--{odd[0]} is a flag of none of {', '.join(runs)}{cure}")
     # All get the clients of the first paper whose rules suit all of them.
     presets = [registry.algorithm(own["algo"]).preset for own in runs.values()]
     presets = [p for p in dict.fromkeys(presets) if p != "none"] or ["none"]

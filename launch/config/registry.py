@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import algorithms
@@ -215,8 +215,11 @@ def unknown_option(name: str, algo: Any) -> str:
     shown = f"--algo={algorithm_name(algo)}"
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
-    known, elsewhere = fields_of(algo), tomllib.loads(_ELSEWHERE.read_text())
-    plain = name.replace("-", "_")
+    return f"--{name} is not a flag of {shown}{meant(name, fields_of(algo))}"
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """A hint at the known option with a name of another framework, or one like it."""
+    elsewhere, plain = tomllib.loads(_ELSEWHERE.read_text()), name.replace("-", "_")
     ours = (n for n, others in elsewhere.items() if plain in others and n in known)
-    hint = options.nearest(next(ours, name), known, "--")
-    return f"--{name} is not a flag of {shown}{hint}"
+    return options.nearest(next(ours, name), known, "--")

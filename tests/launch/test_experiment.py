@@ -582,6 +582,8 @@ def test_a_comparison_takes_the_preset_that_suits_all():
         ({"a/b": {"algo": "local"}}, {}, "'a/b' cannot be the name of a folder"),
         ({"a" * 300: {"algo": "local"}}, {}, "cannot be the name of a folder"),
         ({"a": {"algo": "fedavg", "nix": 1}}, {}, "nix"),
+        (["fedavg"], {"folder": "x"}, "of none of fedavg; did you mean --workdir"),
+        (["fedavg"], {"control": "x"}, r"as compare\(...\).table\(control=...\)"),
     ],
 )
 def test_what_cannot_be_compared(algos, more, part):
