@@ -35,6 +35,7 @@ PARTITIONS = {
     "pathological": "classes_per_client classes for each client, in equal shards",
     "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
+    "cdkt_code": "as cdkt, with images in the order of their files, as that code has",
     "cdkt_paper": "the same sizes, but random classes as in the CDKT paper",
     "pfllib_dirichlet": "as dirichlet, with the rows of PFLlib's clients",
     "pfllib_pathological": "classes_per_client classes, with the rows of PFLlib's",
@@ -48,7 +49,8 @@ TEST_SPLITS, Split, note = held_out.TEST_SPLITS, parts.Split, file.note
 class PartitionSpec(NamedTuple):
     """Options of a partition, with the names of the flags.
 
-    `proxy_fraction` of every class is set aside first, and `train_share` of each
+    `proxy_fraction` of every class is set aside first, its last rows after a shuffle,
+    or of `contiguous` and `cdkt_code` its last ones in the data. `train_share` of each
     client's train rows are used. `examples_per_client` 0 = all. `cdkt` are the CDKT
     generator's options.
     """
@@ -94,7 +96,7 @@ def _draw(
             return pathological.split(labels, draw=draw, **common)
         case "classes":
             return classes.split(labels, client_classes=spec.client_classes, gen=gen)
-        case "cdkt" | "cdkt_paper":
+        case "cdkt" | "cdkt_code" | "cdkt_paper":
             return cdkt.split(labels, spec.cdkt, count)
         case "pfllib_dirichlet":
             common["min_examples"] = spec.min_examples
@@ -145,7 +147,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     is_pooled = spec.test_split in held_out.POOLED
     size = source.num_dealt if is_pooled else source.num_train
     # The rows of a text have neighbours, which stay together.
-    in_order = spec.partition == "contiguous" or (
+    in_order = spec.partition in ("contiguous", "cdkt_code") or (
         source.is_text and spec.partition == "natural"
     )
     pool = np.arange(size) if in_order else gen.permutation(size)
@@ -167,7 +169,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
         )
         pool = pool[: spec.examples_per_client * spec.num_clients]
     # `_check_owners` names owners that are too small.
-    if spec.partition not in ("cdkt", "cdkt_paper", "natural"):
+    if spec.partition not in (*cdkt.KINDS, "natural"):
         why = f"for --min_examples={spec.min_examples} of {len(pool)}"
         most = len(pool) // spec.min_examples
         options.check_at_most("num_clients", spec.num_clients, most, why)

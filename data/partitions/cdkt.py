@@ -3,6 +3,11 @@
 Its behaviour is reimplemented: 50 users with consecutive labels get ten images per
 (user, label) first, then a log-normal amount. The draws use numpy's legacy generator
 and Python's `random`, as the released splits do.
+
+Differs from the code: `cdkt` shuffles the data first, so that each seed has other users
+and proxy images. `cdkt_code` takes the order of the files, as the code does, and then
+the proxy images are the last ones of each class. In MNIST's files these are written by
+few people.
 """
 
 import random
@@ -14,6 +19,7 @@ from data.partitions import parts
 from fedjax_pfl import options
 
 NUM_USERS = 50
+KINDS = ("cdkt", "cdkt_code", "cdkt_paper")
 
 
 class Protocol(NamedTuple):

@@ -179,7 +179,7 @@ class Data:
         "right angles of images, each another class; 1 = as is",
         minimum=1,
         maximum=4,
-        excludes={"layout": ("ntc",), "partition": ("cdkt", "cdkt_paper")},
+        excludes={"layout": ("ntc",), "partition": partitions.cdkt.KINDS},
     )
     image_size: int = _image_option(
         0,
@@ -233,7 +233,7 @@ class Data:
         "classes of each client (pathological, cdkt)",
         minimum=1,
         needs={
-            "partition": ("pathological", "pfllib_pathological", "cdkt", "cdkt_paper")
+            "partition": ("pathological", "pfllib_pathological", *partitions.cdkt.KINDS)
         },
         is_noted=True,
     )

@@ -196,6 +196,27 @@ def test_whole_split(name, counts, num_clients, fraction, proxy, tests):
         assert len(np.unique(users)) == len(users)
 
 
+def test_the_codes_order():
+    """`cdkt_code`: proxies are the last of each class in the data, users the first."""
+    split = split_of("mnist", MNIST_COUNTS, 50, 0.005, "cdkt_code")
+    label = counted_table(MNIST_COUNTS).label
+    ends = np.cumsum(MNIST_COUNTS)
+    proxy = np.sort(split.proxy)
+    for c, kept in enumerate(SIZES["mnist"]):
+        mine = proxy[label[proxy] == c]
+        np.testing.assert_array_equal(mine, np.arange(ends[c] - len(mine), ends[c]))
+        assert len(mine) == MNIST_COUNTS[c] - kept
+    users = np.concatenate([split.train.row, split.test.row])
+    for c in range(10):
+        mine = np.sort(users[label[users] == c])
+        first = ends[c] - MNIST_COUNTS[c]
+        np.testing.assert_array_equal(mine, np.arange(first, first + len(mine)))
+    assert not np.array_equal(split.proxy, proxy)
+    shuffled = split_of("mnist", MNIST_COUNTS, 50, 0.005)
+    assert len(shuffled.proxy) == len(proxy)
+    assert not np.array_equal(np.sort(shuffled.proxy), proxy)
+
+
 def test_paper_split_has_the_asked_number_of_classes():
     """`cdkt_paper` through `partitions.split`: two classes each, all kinds of pairs."""
     counts = [6000] * 10

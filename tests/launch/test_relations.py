@@ -194,7 +194,7 @@ adaptive_threshold notes adaptive_lr=on
 adjacency needs topology=file !
 augment only images
 c_gen only images
-classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_paper
+classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_code/cdkt_paper
 client_classes needs partition=classes !
 difference needs hessian_free=true
 drop_every notes layer_dropping=true
@@ -231,7 +231,7 @@ proxy_fraction only images
 public_set excludes proxy_fraction=on
 public_set only images
 rotate_classes excludes layout=ntc
-rotate_classes excludes partition=cdkt/cdkt_paper
+rotate_classes excludes partition=cdkt/cdkt_code/cdkt_paper
 rotate_classes only images
 server_lr needs server_optimizer=sgd/adam/adagrad/yogi
 server_momentum needs server_optimizer=sgd/adam/adagrad/yogi
@@ -246,7 +246,7 @@ temperature notes self_distill_weight=on
 text_length only texts
 train_share only images
 unseen_clients excludes eval_sample=on
-"""
+"""  # noqa: E501
 
 
 def test_what_is_declared():
