@@ -59,6 +59,7 @@ from fedjax_pfl import (
     shapes,
     stacked,
     traffic,
+    types,
 )
 
 
@@ -81,12 +82,14 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     schedule = boundary.schedule(hparams, model, task.example_shape)
     deep = jnp.arange(len(model.stage_names)) > 0
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
+    at_server = fp.plan(hparams, "server", hparams.server_epochs)
+    local = fp.plan(hparams)
 
     def uploaded(client: fp.Client, image: jax.Array) -> jax.Array:
         """H_1, as the client uploads it."""
         return model.forward(*client.own["own"], image, stop=1)[0]
 
-    def distance(client: fp.Client, teacher: fp.Variables, epochs: int):
+    def distance(client: fp.Client, teacher: fp.Variables, plan: types.PlanSpec):
         """J(side, h, start, batch): a side's stages from `start` on, applied to h.
 
         Its target is a table of the teacher's logits (p, t), or the outputs of layer l.
@@ -110,7 +113,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
         if not has_heads:
             return towards_layer
-        table = proxy.own_outputs(logits, client, task, hparams.batch_size, epochs)
+        table = proxy.own_outputs(logits, client, task, plan)
         return towards_logits
 
     def with_head(own: fp.Variables, server: fp.Variables, kept: jax.Array):
@@ -120,7 +123,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def client_to_server(client: fp.Client, server: fp.Variables):
         """phi^n: a copy of the server's model learns from one client (Eqs. 8 to 10)."""
         own, kept = client.own["own"], client.own["kept"]
-        gap = distance(client, with_head(own, server, kept), hparams.server_epochs)
+        gap = distance(client, with_head(own, server, kept), at_server)
 
         def distil(params, stats, batch):
             h = uploaded(client, batch.image)
@@ -139,7 +142,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def server_to_client(client: fp.Client, server: fp.Variables):
         """theta^n learns from the averaged server (Eqs. 12 and 13)."""
         own, kept = client.own["own"], client.own["kept"]
-        gap = distance(client, server, hparams.local_epochs)
+        gap = distance(client, server, local)
 
         def distil(params, stats, batch):
             through = with_head(fp.Variables(params, stats), server, kept)
@@ -184,7 +187,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return out
 
     return fp.Algorithm(
-        plans=(fp.plan(hparams, "server", hparams.server_epochs), fp.plan(hparams)),
+        plans=(at_server, local),
         messages=_messages(task, has_heads),
         init=init,
         round=round,

@@ -103,15 +103,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     model = task.model
     boundary.check_several(model)
     deep = jnp.arange(len(model.stage_names)) >= UPLOADED
+    local = fp.plan(hparams)
+    distill = fp.plan(hparams, "distill", hparams.distill_epochs)
     supervised = fp.cross_entropy_loss(model)
 
     def extract(own: fp.Variables, image: jax.Array) -> jax.Array:
         """The uploaded features."""
         return model.forward(*own, image, stop=UPLOADED)[0]
-
-    def table(forward: Any, client: fp.Client, epochs: int) -> jax.Array:
-        """Logits f32[>= K, Y] on a client's train rows, aligned by sample."""
-        return proxy.own_outputs(forward, client, task, hparams.batch_size, epochs)
 
     def distilling(z: jax.Array, teacher: jax.Array, weight: jax.Array, batch: Any):
         """(cross-entropy, D(weight) to the teacher's table) of logits f32[B, Y]."""
@@ -122,8 +120,12 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def local_update(client: fp.Client, _: Any):
         """(i) and (ii): train on cross-entropy, then compute logits on own examples."""
         trained = fp.train(hparams, supervised, client.own["own"], client)
-        own, epochs = trained.variables, hparams.local_epochs
-        return trained, table(lambda x: model.forward(*own, x)[0], client, epochs)
+        own = trained.variables
+
+        def answers(image: jax.Array) -> jax.Array:
+            return model.forward(*own, image)[0]
+
+        return trained, proxy.own_outputs(answers, client, task, local)
 
     def server_update(overall: jax.Array, client: fp.Client, carry: Any) -> Any:
         """(iii): the server's layers learn from one client's features and logits."""
@@ -148,7 +150,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         def deeper(image: jax.Array) -> jax.Array:
             return model.forward(*server, extract(own, image), start=UPLOADED)[0]
 
-        teacher = table(deeper, client, hparams.distill_epochs)
+        teacher = proxy.own_outputs(deeper, client, task, distill)
 
         def loss_fn(params, stats, batch):
             z, stats = model.forward(params, stats, batch.image, **batch.mode)
@@ -192,11 +194,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     kind, logit_bytes = fp.MessageKind, task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
     return fp.Algorithm(
-        plans=(
-            fp.plan(hparams),
-            fp.plan(hparams, "server", hparams.server_epochs),
-            fp.plan(hparams, "distill", hparams.distill_epochs),
-        ),
+        plans=(local, fp.plan(hparams, "server", hparams.server_epochs), distill),
         messages=(
             kind("features, logits and label", "up", features + logit_bytes + 1),
             kind("label frequencies", "up", logit_bytes),

@@ -117,7 +117,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             batches=public,
             epochs=hparams.digest_epochs,
             key=client.stream("proxy.local_proxy"),
-            is_active=client.bound > 0,
+            is_active=client.is_here,
         )
         supervised = fp.cross_entropy_loss(model)
         return fp.train(hparams, supervised, digested, client)

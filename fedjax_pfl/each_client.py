@@ -33,6 +33,8 @@ class Client:
         plan, data: Its steps, a `types.Plan` of one client, and the tables.
         bound: int32[], the most steps of its chunk, a NumPy number if all chunks have
             as many. It is not batched, so that a `fori_loop` up to it stops early.
+        is_here: bool[], whether its chunk has a client at all, and not padding alone.
+            It is not batched either. A client that is here may have no step.
         key, round: The run's root key, and the round int32[], zero-based.
         model: Its architecture.
         is_tested: Whether the model that its training leaves is measured.
@@ -47,6 +49,7 @@ class Client:
     data: types.Data
     key: jax.Array
     round: jax.Array
+    is_here: jax.Array | bool = True
     model: types.Model | None = struct.field(pytree_node=False, default=None)
     is_tested: bool = struct.field(pytree_node=False, default=False)
 
@@ -274,7 +277,8 @@ def _clients(
     model = task.client_models[0] if len(task.client_models) == 1 else None
     mine = cohort.client_id, cohort.level, own, opt_state, plan
     given = {"model": model, "is_tested": task.tests_trained}
-    return Client(*mine, bound=(), data=(), key=(), round=(), **given)
+    of_all = dict.fromkeys(("bound", "is_here", "data", "key", "round"), ())
+    return Client(*mine, **of_all, **given)
 
 
 def update(
@@ -334,21 +338,23 @@ def update(
         opt_state = exchange.take(state.opt_state, row, own)
     rows = _clients(task, cohort, own, opt_state, steps)
 
-    def one(row: Client, given: Any, bound: Any, local: Any, **level: int) -> Any:
-        data, shared, key, round = given
-        here = {"bound": bound, "data": data, "key": key, "round": round}
-        client = row.replace(plan=row.plan.joined(local), **here)
-        return fn(client, shared, **level)
+    fixed = dict(task.fixed_steps).get(plan)
+
+    def one(row: Client, given: Any, most: Any, local: Any, **level: int) -> Any:
+        (data, shared, key, round), (bound, is_here) = given, most
+        bound = bound if fixed is None else np.int32(fixed)
+        here = {"bound": bound, "is_here": is_here, "data": data}
+        here |= {"key": key, "round": round, "plan": row.plan.joined(local)}
+        return fn(row.replace(**here), shared, **level)
 
     given = (data, shared, state.key, state.round)
     is_bucketed = task.execution.is_bucketed and levels > 0
     first = 1 if is_bucketed else levels
     by_level = [functools.partial(one, level=n) for n in range(first, levels + 1)]
-    fns, fixed = by_level if levels else [one], dict(task.fixed_steps).get(plan)
-    out = over_clients(fns, task.execution, fixed)(
+    out = over_clients(by_level if levels else [one], task.execution)(
         rows,
         given,
-        steps.num_steps,
+        (steps.num_steps, cohort.row_mask),
         cohort.level if is_bucketed else None,
         reduce,
         positions,
@@ -408,9 +414,11 @@ def in_turn(
     def step(index: jax.Array, carry: Any) -> Any:
         row = order[index]
         steps = plans.of_row(row)
-        bound = jnp.where(cohort.row_mask[row], steps.num_steps, 0)
-        here = {"bound": bound, "data": data, "key": state.key, "round": state.round}
-        return fn(stacked.take(rows, row).replace(plan=steps, **here), carry)
+        is_here = cohort.row_mask[row]
+        bound = jnp.where(is_here, steps.num_steps, 0)
+        here = {"bound": bound, "is_here": is_here, "data": data, "plan": steps}
+        here |= {"key": state.key, "round": state.round}
+        return fn(stacked.take(rows, row).replace(**here), carry)
 
     def every(start: Any) -> Any:
         return jax.lax.fori_loop(0, order.shape[0], step, start)
@@ -421,7 +429,6 @@ def in_turn(
 def over_clients(
     fns: Sequence[Callable[[Any, Any, jax.Array], Any]],
     how: execution.Execution,
-    fixed_steps: int | None = None,
 ) -> Callable[..., Any]:
     """Maps a function of one client over all rows of a cohort.
 
@@ -439,12 +446,12 @@ def over_clients(
             early. `local` is the part that only the row's device has.
         how: Chunk size and mesh. The number of rows must be a multiple of chunk x
             devices (`execution.padded_size`).
-        fixed_steps: The `bound` of all chunks, None = the most steps of each.
 
     Returns:
         `(rows, shared, num_steps, level=None, reduce=None, local=()) -> out` with
-        `rows` leaves [C, ...], `num_steps` and `level` int32[C], `reduce` f32[C] or a
-        prefix pytree of such, `local` leaves [devices, ...], and `out` leaves [C, ...].
+        `rows` leaves [C, ...], `num_steps` int32[C] or a pytree of arrays [C], of which
+        each has its `bound`, `level` int32[C], `reduce` f32[C] or a prefix pytree of
+        such, `local` leaves [devices, ...], and `out` leaves [C, ...].
         With `reduce`, `fns` return `(kept, given)` and so does this, where `given` is
         summed over the rows with these weights.
     """
@@ -452,12 +459,12 @@ def over_clients(
     def on_device(mine: Any, shared: Any, local: Any) -> Any:
         rows, num_steps, level, reduce = mine
         num_steps = exchange.behind(num_steps, rows)
-        num_rows = num_steps.shape[0]
+        num_rows = jax.tree.leaves(num_steps)[0].shape[0]
         chunk = min(how.chunk, num_rows)
         mine = rows, num_steps, level, reduce
 
-        def of_level(fn: Callable, rows: Any, num_steps: jax.Array) -> Any:
-            bound = num_steps.max() if fixed_steps is None else np.int32(fixed_steps)
+        def of_level(fn: Callable, rows: Any, num_steps: Any) -> Any:
+            bound = jax.tree.map(jnp.max, num_steps)
             if chunk == 1:
                 with execution.side_by_side(how, 1):
                     out = fn(stacked.at(rows, 0), shared, bound, local)
@@ -491,16 +498,17 @@ def over_clients(
     def run(
         rows: Any,
         shared: Any,
-        num_steps: jax.Array,
+        num_steps: Any,
         level: jax.Array | None = None,
         reduce: Any = None,
         local: Any = (),
     ) -> Any:
-        chex.assert_equal_shape_prefix([num_steps, *jax.tree.leaves(rows)], 1)
-        if num_steps.shape[0] != execution.padded_size(num_steps.shape[0], how):
+        chex.assert_equal_shape_prefix(jax.tree.leaves((num_steps, rows)), 1)
+        num_rows = jax.tree.leaves(num_steps)[0].shape[0]
+        if num_rows != execution.padded_size(num_rows, how):
             raise ValueError(
-                f"{num_steps.shape[0]} rows do not fill chunks of {how.chunk}; "
-                "pad the cohort to execution.padded_size"
+                f"{num_rows} rows do not fill chunks of {how.chunk}; pad the cohort to "
+                "execution.padded_size"
             )
         mine = (rows, num_steps, level, reduce)
         over = over_devices.rows(on_device, how, is_summed=reduce is not None)

@@ -107,22 +107,26 @@ def own_outputs(
     forward: Callable[[jax.Array], jax.Array],
     client: each_client.Client,
     task: types.Task,
-    batch_size: int,
-    epochs: int,
+    plan: types.PlanSpec,
 ) -> jax.Array:
     """`outputs_by_sample` on a client's own train rows: logits f32[>= K_n, Y].
 
-    `epochs` are those of the client's plan. Each of them visits all of its rows, so
-    that bound // epochs batches cover the longest client of the chunk.
+    `plan` is the client's. Where each of its epochs visits all rows, bound // epochs
+    batches cover the longest client of the chunk, else those of the longest of all do.
     """
+    if plan.max_rows or plan.drop_last or task.may_stop:
+        whole = -(-task.num_examples // plan.batch_size)
+        num_batches = jnp.where(client.is_here, whole, 0)
+    else:
+        num_batches = client.bound // plan.epochs
     return outputs_by_sample(
         forward,
         client.data,
         client.data.partition.train.of(client.id),
         size=task.num_examples,
         width=task.num_classes,
-        batch_size=batch_size,
-        num_batches=client.bound // epochs,
+        batch_size=plan.batch_size,
+        num_batches=num_batches,
     )
 
 
@@ -134,7 +138,7 @@ def shared_outputs(
 ) -> jax.Array:
     """`outputs_by_sample` on rows that clients share, f32[n B, W].
 
-    `batches` are int32[n, B]. Where no client of the chunk takes a step, outputs are 0.
+    `batches` are int32[n, B]. Where the chunk has no client, outputs are 0.
     """
     row = batches.reshape(-1)
     return outputs_by_sample(
@@ -144,7 +148,7 @@ def shared_outputs(
         size=len(row),
         width=width,
         batch_size=batches.shape[1],
-        num_batches=jnp.where(client.bound > 0, len(batches), 0),
+        num_batches=jnp.where(client.is_here, len(batches), 0),
     )
 
 

@@ -121,6 +121,7 @@ class Task(NamedTuple):
         tests_trained: Whether a round measures the models that its training leaves.
         fixed_steps: (plan, steps) for each plan in which all clients take as many;
             a GPU then does not ask after each of them whether it was the last.
+        may_stop: Whether clients may stop before the last step of a plan.
     """
 
     server_model: Model
@@ -138,6 +139,7 @@ class Task(NamedTuple):
     teacher: Model | None = None
     tests_trained: bool = False
     fixed_steps: tuple[tuple[str, int], ...] = ()
+    may_stop: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -61,6 +61,7 @@ def made(
         num_levels=num_levels,
         teacher=found.teacher,
         tests_trained=config.eval_moments != "before",
+        may_stop=bool(config.interrupted or config.round_seconds),
     )
 
     def planner(

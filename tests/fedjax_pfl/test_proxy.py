@@ -159,12 +159,21 @@ def test_own_outputs_cover_the_chunks_longest_client(data, epochs):
     model = small.linear()
     task = types.Task(model, (model,), np.zeros(2), 2, 4, 0, 2, 7, (3,))
     plan = small.plan([5, 7], epochs=epochs, batch_size=3)
+    spec = types.PlanSpec("local", epochs, 3)
     for number, size, bound in ((0, 5, None), (1, 7, None), (0, 5, 3 * epochs)):
         client = small.client(data, plan, number, bound=bound)
-        table = np.asarray(proxy.own_outputs(forward, client, task, 3, epochs))
+        table = np.asarray(proxy.own_outputs(forward, client, task, spec))
         start = 5 * number
         rows = np.asarray(data.partition.train.row)[start : start + size]
         np.testing.assert_allclose(table[:size], forward(data.image[rows]), rtol=1e-6)
         assert table.shape == (9, 4)
         filled = 3 * (int(client.bound) // epochs)
         assert (table[:filled] != 0).all() and not table[filled:].any()
+        # Where some rows may be in no batch, those of the longest client of all
+        short, stops = spec._replace(max_rows=3), task._replace(may_stop=True)
+        whole = spec._replace(drop_last=True)
+        for given in ((task, short), (task, whole), (stops, spec)):
+            table = np.asarray(proxy.own_outputs(forward, client, *given))
+            assert table.shape == (9, 4) and (table != 0).all()
+    away = client.replace(is_here=jnp.bool_(False))
+    assert not np.asarray(proxy.own_outputs(forward, away, task, short)).any()

@@ -116,6 +116,27 @@ def test_a_client_without_a_whole_batch_takes_no_step(how):
     ]
 
 
+@pytest.mark.parametrize("cut", ["examples_per_round", "drop_last", "interrupted"])
+@pytest.mark.parametrize("algo", ["fedict", "fedd2s", "fedmd"])
+def test_answers_are_of_all_rows(algo, cut):
+    """Where not all rows are in a batch, teachers still answer on each of them.
+
+    Else what a client learns would depend on the clients that are trained beside it.
+    """
+    given = {"algo": algo, "clients_per_round": 0, "rounds": 2}
+    given |= {
+        cut: {"examples_per_round": 12, "drop_last": True, "interrupted": 0.7}[cut]
+    }
+    if cut == "drop_last":
+        given["batch_size"] = 12  # a client of ten rows takes no step
+    if algo == "fedmd":
+        given |= {"proxy_fraction": 0.1, "public_examples": 15}
+    one, two = (ran(client_chunk=chunk, **given).state for chunk in (1, 8))
+    for a, b in zip(*map(jax.tree.leaves, (one, two)), strict=True):
+        if a.dtype == np.float32:
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_step_of_several_batches_is_dropped_whole():
     """Per-FedAvg's steps have two batches, which the line counts, too."""
     experiment = made(algo="perfedavg", batch_size=7, drop_last=True)
