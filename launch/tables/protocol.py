@@ -148,6 +148,11 @@ class Study:
         of_settings, tuned, hashes, notes = {}, {}, {}, []
         for setting, own in self.settings.items():
             options = self.options | own | {"num_seeds": self.seeds}
+            notes += [
+                f"{name}={options[name]} is of no row, as it is tuned"
+                for name in self.tune
+                if name in options
+            ]
             chosen = {"summary": summaries.BEST} | options
             given = chosen if options.get("val_split") else options
             compared = compare.compare(self._bases, run=False, **given)
@@ -192,6 +197,7 @@ class Study:
                     "data": one.examples_sha256,
                     "own": one.own_sha256,
                     "split": one.split_sha256,
+                    "tuned": trials.split_sha256(one),
                 }
                 for base, one in compared.items()
             }
@@ -213,13 +219,21 @@ class Study:
             finished.write_text(path, json.dumps(self._body, indent=1) + "\n")
 
     def _trial(
-        self, setting: str, base: str, label: str, options: Mapping[str, Any]
+        self,
+        setting: str,
+        base: str,
+        label: str,
+        options: Mapping[str, Any],
+        split: str = "split",
     ) -> trials.Trial:
-        """A run with more options; `label` ends its name."""
+        """A run with more options; `label` ends its name, `split` names its hash."""
         names = [_slug(one) for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
-        key = trials.as_json(given | {"hashes": self._hashes[setting][base]})
-        return trials.Trial("/".join(names) + label, given, key)
+        every = self._hashes[setting][base]
+        kept = {name: every[name] for name in ("data", "own", "split")}
+        hashes = kept | {"split": every.get(split, kept["split"])}
+        keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
+        return trials.Trial("/".join(names) + label, given, *keys)
 
     def tuning(self, setting: str, base: str) -> list[trials.Trial]:
         """The trials that tune a method, [] if there is nothing to tune."""
@@ -232,7 +246,7 @@ class Study:
             one = dict(zip(single, values, strict=True))
             label = "".join(f",{n}={v}" for n, v in one.items()).replace("/", "-")
             more = {"num_seeds": self.tune_seeds, "sweep": line, **one}
-            out.append(self._trial(setting, base, f".tune{label}", more))
+            out.append(self._trial(setting, base, f".tune{label}", more, "tuned"))
         return out
 
     def choice(self, setting: str, row: str) -> tuning.Choice | None:
@@ -290,19 +304,21 @@ class Study:
         """
         key = json.dumps(trial.key, sort_keys=True)
         other = f"{trial.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        if self._held_cell(other) is not None:
+        if self._held_cell(other, trial) is not None:
             return other
-        held = self._held_cell(trial.name)
+        held = self._held_cell(trial.name, trial)
         is_free = held is None or trials.goes_on(held["key"], trial.key)
         return trial.name if is_free else other
 
-    def _held_cell(self, place: str) -> dict[str, Any] | None:
+    def _held_cell(self, place: str, trial: trials.Trial) -> dict[str, Any] | None:
         path, kind = self.folder / "cells" / f"{place}.json", {"key": dict}
-        return store.read(path, kind, "run is read again")
+        held = store.read(path, kind, "run is read again")
+        is_before = held is not None and held["key"] == trial.before
+        return {**held, "key": trial.key} if is_before else held
 
     def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options."""
-        done = self._held_cell(self._place(trial))
+        done = self._held_cell(self._place(trial), trial)
         return done is not None and "seconds" in done and done["key"] == trial.key
 
     def _trials(self) -> Iterator[tuple[str, trials.Trial | None]]:
@@ -446,7 +462,7 @@ class Study:
             if note not in self._told:
                 self._say(f"note: {note}")
         self._told.update(made.notes)
-        held, begin = self._held_cell(self._place(trial)), None
+        held, begin = self._held_cell(self._place(trial), trial), None
         if held is None or held["key"] != trial.key:
             cell, key = self._cell(trial), {"key": trial.key}
             begin = functools.partial(store.write, cell, key)

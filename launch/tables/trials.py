@@ -1,5 +1,6 @@
 """One run of a study of methods: what it is, and how it is trained for some minutes."""
 
+import hashlib
 import json
 import pathlib
 import signal
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from launch.experiment import Experiment
@@ -16,11 +18,15 @@ _IN_PYTHON = "given in Python"
 
 
 class Trial(NamedTuple):
-    """A run of a study: its folder below `runs`, its options, and these as JSON."""
+    """A run of a study: its folder below `runs`, its options, and these as JSON.
+
+    `before` is the `key` that earlier versions gave it.
+    """
 
     name: str
     options: dict[str, Any]
     key: dict[str, Any]
+    before: dict[str, Any]
 
 
 class _Limit(loop.Listener):
@@ -32,6 +38,15 @@ class _Limit(loop.Listener):
     def on_call(self, run: Any, records: loop.Records) -> None:
         if time.monotonic() > self.end:
             self.asked.ask(signal.SIGALRM)
+
+
+def split_sha256(run: Experiment) -> str:
+    """Hashes the clients' rows of the first seed, whatever seeds are beside it."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(run.data.partition):
+        one = np.asarray(leaf)[0]
+        digest.update(np.ascontiguousarray(one[one >= 0]).data)  # without padding
+    return digest.hexdigest()
 
 
 def goes_on(held: Mapping[str, Any], key: Mapping[str, Any]) -> bool:

@@ -50,6 +50,12 @@ def test_weights_sum_to_one():
     np.testing.assert_array_equal(nobody, np.zeros(3))
 
 
+def test_weights_of_no_kind():
+    """A misspelt kind was uniform without a word."""
+    with pytest.raises(ValueError, match="weights: got 'exmples', expected 'examples'"):
+        aggregate.weights("exmples", jnp.arange(3), jnp.ones(3, bool))
+
+
 def test_cohort_weights_count_train_examples():
     """Of the row's own client, wherever it stands; padding rows weigh nothing."""
     data, cohort = small.tables([4, 1, 3], test=[9, 9, 9]), small.cohort([2, 3, 0], 3)

@@ -362,6 +362,28 @@ def test_a_study_grows_in_its_folder(tmp_path):
     )
 
 
+def test_more_seeds_keep_what_was_tuned(tmp_path):
+    """Tuning has seeds of its own, so that only the results are run anew."""
+    given = OPTIONS | {"tune": {"client_lr": [0.001, 0.3]}, "fine_tune_epochs": 0}
+    given |= {"folder": tmp_path / "study", "client_lr": 0.5}
+    for seeds in (1, 2):
+        ran = build.study(["fedavg"], **given, seeds=seeds).run(progress=False)
+        assert ran.runs()["fedavg"].clients["seeds"].tolist() == [*range(seeds)]
+    names = sorted(path.name for path in (tmp_path / "study" / "runs").iterdir())
+    assert [name.partition("-")[0] for name in names] == [
+        "fedavg",
+        "fedavg",
+        "fedavg.tune",
+    ]
+    assert "client_lr=0.5 is of no row, as it is tuned" in ran.notes
+    (tuned,) = ran.tuning("", "fedavg")
+    path = tmp_path / "study" / "cells" / "fedavg.tune.json"
+    held = json.loads(path.read_text())
+    assert held["key"] == tuned.key != tuned.before
+    path.write_text(json.dumps(held | {"key": tuned.before}))  # of an earlier version
+    assert build.study(["fedavg"], **given, seeds=2).choices()
+
+
 def test_more_rounds_and_other_options_of_one_study(tmp_path):
     """More rounds go on; other options have folders of their own, whatever is lost."""
 
