@@ -112,7 +112,7 @@ def _is_pair_of_pairs(given: Any) -> bool:
 def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     """Returns the rows of an object; see `opened`."""
     if (found := _of_clients(given, where)) is not None:
-        return Rows(found)
+        return found
     columns = _columns(given)
     if columns is not None:
         return _of_columns(columns, where, label, owner)
@@ -156,11 +156,12 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     raise ValueError(f"{where}: expected {FORMS}, {reason}")
 
 
-def _of_clients(given: Any, where: str) -> tuple[np.ndarray, ...] | None:
+def _of_clients(given: Any, where: str) -> Rows | None:
     """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
 
-    Returns None for other objects. Raises ValueError for a list of such pairs, if
-    clients differ in the shape of their examples, and if a label is missing.
+    A line names clients without rows in `dataset=`, which are left out. Returns None
+    for other objects. Raises ValueError for a list of such pairs, if clients differ in
+    the shape of their examples, and if a label is missing.
     """
     held = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(held, Mapping) or is_frame(held) or not len(held):
@@ -185,7 +186,16 @@ def _of_clients(given: Any, where: str) -> tuple[np.ndarray, ...] | None:
                 f"{str([*first])[1:]} and y [N]"
             )
     x, y = (np.concatenate(every) for every in zip(*parts.values(), strict=True))
-    return x, y, np.repeat(list(parts), [len(one[1]) for one in parts.values()])
+    sizes = [len(one[1]) for one in parts.values()]
+    empty = [str(name) for name, size in zip(parts, sizes, strict=True) if not size]
+    notes = ()
+    if empty and where == "dataset":
+        shown = [labels.limited(name) for name in empty[:3]] + ["..."] * (
+            len(empty) > 3
+        )
+        line = f"{len(empty)} of {len(parts)} clients of dataset= have no rows and are "
+        notes = (f"{line}left out: {', '.join(shown)}",)
+    return Rows((x, y, np.repeat(list(parts), sizes)), notes=notes)
 
 
 def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:

@@ -109,6 +109,7 @@ def assemble(
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     lines = notes.of_plans(made.program.algorithm.plans, planned.num_rows)
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
+    lines += notes.of_unmeasured_clients(data.partition)
     every = (*source.notes, *found.notes, *of_data, *lines)
     source = source._replace(notes=every)
     return Parts(

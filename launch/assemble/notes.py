@@ -251,6 +251,20 @@ def of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:
     return out
 
 
+def of_unmeasured_clients(partition: types.Partition) -> list[str]:
+    """Lines about clients without rows of a kind that other clients have."""
+    out = []
+    kinds = zip(("test", "validation"), partition.measured().values(), strict=False)
+    for kind, one in kinds:
+        count = np.asarray(one.test.count[0])
+        if count.any() and not count.all():
+            out.append(
+                f"{(count == 0).sum()} of {len(count)} clients have no {kind} rows and "
+                f"count in none of the clients' metrics on these"
+            )
+    return out
+
+
 def of_rows_of_nobody(
     config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
 ) -> list[str]:

@@ -453,6 +453,12 @@ def test_rows_by_client(form):
         assert client.tolist() == ["b", "b", "b", "a", "a"]
     _, test, _ = doors.opened({"train": given, "test": {"a": form(X[5:7], Y[5:7])}})
     assert test.arrays[2].tolist() == ["a", "a"] and test.is_of_whole
+    some = given | {name: form(X[:0], Y[:0]) for name in "defg"}
+    (rows, *_), (whole, *_) = doors.opened(some), doors.opened(given)
+    said = "{} clients of dataset= have no rows and are left out: c{}"
+    assert rows.notes == (said.format("5 of 7", ", d, e, ..."),)
+    assert whole.notes == (said.format("1 of 3", ""),)
+    assert rows.arrays[2].tolist() == whole.arrays[2].tolist()
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,17 @@ def test_owners_of_parts():
         few_owners(dataset=parts, test_split="pool")
 
 
+def test_clients_without_rows_to_measure():
+    """A line counts them, where others have some."""
+    made = few_owners(test=OF_ONE, val=OF_ONE)
+    lines = [one for one in made.notes if "count in none of the clients' metr" in one]
+    empty = (np.asarray(made.data.partition.test.count[0]) == 0).sum()
+    assert 0 < empty and f"{empty} of " in lines[0]
+    assert ["no test rows" in lines[0], "no validation rows" in lines[1]] == [True] * 2
+    made = few_owners(test=OF_NOBODY)
+    assert not any("count in none" in one for one in made.notes)
+
+
 def test_rows_of_nobody_without_a_server():
     """They measure no client's model, which a line says, and whether anything is."""
     for algo in ("fedper", "local"):
