@@ -1,7 +1,9 @@
 """The local training loop: one client's steps, masked on the new parameters."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +97,23 @@ class Batch:
     def mode(self) -> dict[str, Any]:
         """Arguments of a model's forward pass in this step."""
         return {"sample_mask": self.mask, "train": True, "key": self.key}
+
+
+# The position of the examples that fill short batches
+_FILL = contextvars.ContextVar("fill", default=0)
+
+
+@contextlib.contextmanager
+def filled_from(position: int) -> Iterator[None]:
+    """Fills short batches that are traced inside with other examples.
+
+    Nothing may depend on them, which `launch.contract` checks.
+    """
+    token = _FILL.set(position)
+    try:
+        yield
+    finally:
+        _FILL.reset(token)
 
 
 LossFn = Callable[[types.Params, types.Stats, Batch], tuple[jax.Array, types.Stats]]
@@ -276,13 +295,13 @@ def train(
     is_kept = not (isinstance(given, tuple) and given == ())
     num_stages = len(start.params)
     key = client.stream(tag)
-    row_at = data.partition.train.of(client.id)
+    row_at, fill = data.partition.train.of(client.id), _FILL.get()
 
     def step(index: jax.Array, carry: each_client.Trained) -> each_client.Trained:
         position, epoch = client.plan.step(index)
         mask = position >= 0
         own = jax.random.fold_in(key, index)
-        place = jnp.maximum(position, 0)
+        place = jnp.where(mask, position, fill) if fill else jnp.maximum(position, 0)
         image, label, chosen = data.train_batch(row_at(place), place, own)
         batch = Batch(image, label, mask, position, index, epoch, own, chosen)
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state

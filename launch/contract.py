@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedjax_pfl import local_training
 from fedjax_pfl.rows import views
 from launch import experiment as experiment_lib
 from launch.config import presets, registry
@@ -37,11 +38,12 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")
     entry, name = registry.algorithm(algo), registry.algorithm_name(algo)
-    undeclared = set()
+    undeclared, plans = set(), set()
 
     def make(hparams: Any, task: Any) -> Any:
         made = entry.make(hparams, task)
         known = {kind.name for kind in made.messages}
+        plans.update(made.plans)
 
         def round(state: Any, cohort: Any, data: Any) -> Any:
             out = made.round(state, cohort, data)
@@ -50,8 +52,18 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
         return made._replace(round=round)
 
+    def make_filled(hparams: Any, task: Any) -> Any:
+        made = make(hparams, task)
+
+        def round(*given: Any) -> Any:
+            with local_training.filled_from(1):
+                return made.round(*given)
+
+        return made._replace(round=round)
+
     options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
     options["algo"] = dataclasses.replace(entry, make=make, name=name)
+    filled = dataclasses.replace(entry, make=make_filled, name=name)
     for varied in ("client_chunk", "min_chunk"):
         options.pop(varied, None)
     if "client_optimizer" in registry.fields_of(options["algo"]):
@@ -72,7 +84,10 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
     if "clients_per_round" not in options:
         options["clients_per_round"] = max(1, fresh().config.num_clients // 2)
-    first = _ran(fresh(client_chunk=1))
+    first = fresh(client_chunk=1)
+    first.start()
+    begun = _parts(first)
+    _ran(first)
 
     def elsewhere() -> str:
         """Runs that compute clients otherwise end within rounding."""
@@ -86,6 +101,34 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
                     "take cohort.row_mask into account. If a smaller client_lr makes "
                     "it vanish, it was rounding"
                 )
+        return ""
+
+    def padded() -> str:
+        """Runs whose short batches are filled with other rows end the same."""
+        size = int(first.data.partition.train.count.max()) // 2 + 1
+        one, other = (
+            _ran(fresh(client_chunk=1, batch_size=size, algo=algo))
+            for algo in (options["algo"], filled)
+        )
+        if (by := _difference(one, other)) <= tolerance:
+            return ""
+        return (
+            f"With other rows in its place a number ends {by:.1e} away: a loss is a "
+            "mean over the rows in batch.mask, as losses.cross_entropy and "
+            "losses.masked_mean are"
+        )
+
+    def stuck() -> str:
+        """What the state holds changes in some round."""
+        cures = {
+            "server": "return here.after(server=new)",
+            "clients": "return here.after(rows, ...) with what they are to keep",
+        }
+        for (name, cure), before in zip(cures.items(), begun, strict=True):
+            after = jax.tree.leaves(getattr(first.state, name))
+            pairs = zip(before, map(views.materialised, after), strict=True)
+            if before and all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
+                return f"state.{name} is after {rounds} rounds what it was; {cure}"
         return ""
 
     def equal(other: Experiment, cure: str) -> str:
@@ -110,6 +153,10 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
             elsewhere,
         ),
     ]
+    if plans:
+        rules.insert(1, ("What the state holds changes in rounds.", stuck))
+        if "batch_size" in known:
+            rules.append(("Padding in a batch does not matter.", padded))
     are_some_absent = first.config.clients_per_round < first.config.num_clients
     # With several architectures each has its own table, whose slots are not ids.
     if are_some_absent and len(first.task.client_models) == 1:
@@ -121,6 +168,16 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         if found := broken():
             raise BrokenError(f"{name} breaks: {rule} {found}")
     return [rule for rule, _ in rules]
+
+
+def _parts(experiment: Experiment) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Copies of the server's and of the clients' arrays."""
+    parts = experiment.state.server, experiment.state.clients
+    server, clients = (
+        [np.array(views.materialised(leaf)) for leaf in jax.tree.leaves(one)]
+        for one in parts
+    )
+    return server, clients
 
 
 def _ran(experiment: Experiment) -> Experiment:

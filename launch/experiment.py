@@ -140,11 +140,11 @@ class Experiment(Run):
 
     def params(
         self,
-        client_id: int | str,
+        client_id: int | str | None = None,
         seed: int | None = None,
         point: Mapping[str, float] | None = None,
     ) -> types.Params:
-        """The parameters of a client's personalized model, a tuple of stages."""
+        """A tuple of stages: a client's personalized model's, None = the server's."""
         return self.client_model(client_id, seed, point).variables.params
 
     def client_model(

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
+import fedjax_pfl as fp
 from algorithms import fedper
+from fedjax_pfl import averaging
 from launch import contract
 from tests import synthetic, test_contract
 
@@ -29,7 +31,8 @@ def changed(**by_name):
         made = fedper.make(hparams, task)
 
         def round(state, cohort, data):
-            return by_name["round"](made.round(state, cohort, data), cohort)
+            out = made.round(state, cohort, data)
+            return by_name["round"](out, cohort, state)
 
         return made._replace(round=round)
 
@@ -45,17 +48,17 @@ def test_rounding_errors_break_nothing(options):
     net = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(8)])
     options |= {"model": [net, nn.BatchNorm(momentum=0.5), nn.Dense(3)]}
     rules = contract.check("fedper", preset="fedd2s", **options | {"rounds": 4})
-    assert len(rules) == 5 and all(rule.endswith(".") for rule in rules)
+    assert len(rules) == 7 and all(rule.endswith(".") for rule in rules)
 
 
 @pytest.mark.slow
 def test_what_could_not_be_tested_is_not_claimed(options):
     """Where everybody is drawn nobody is absent."""
     rules = contract.check("fedper", **options, clients_per_round=6)
-    assert len(rules) == 4 and not any("absent" in rule for rule in rules)
+    assert len(rules) == 6 and not any("absent" in rule for rule in rules)
 
 
-def absent_move(out, cohort):
+def absent_move(out, cohort, _):
     """Everybody's private rows shrink, whoever was drawn."""
     state, metrics, sent = out
     rows = jax.tree.map(
@@ -64,7 +67,7 @@ def absent_move(out, cohort):
     return state.replace(clients=rows), metrics, sent
 
 
-def place_counts(out, cohort):
+def place_counts(out, cohort, _):
     """The rows' number, with padding, gets into the result."""
     state, metrics, sent = out
     factor = 1 - 0.1 * len(cohort.row)
@@ -72,15 +75,48 @@ def place_counts(out, cohort):
     return state.replace(server=server), metrics, sent
 
 
-def undeclared(out, cohort):
+def undeclared(out, cohort, _):
     """A message that nobody knows."""
     state, metrics, sent = out
     return state, metrics, sent | {"gossip": 1}
 
 
+def forgotten(name):
+    """A round that returns a part of the state as it came."""
+
+    def round(out, cohort, before):
+        state, metrics, sent = out
+        return state.replace(**{name: getattr(before, name)}), metrics, sent
+
+    return round
+
+
+def no_mask(hparams, task):
+    """FedAvg whose own loss counts padding."""
+
+    def loss_fn(params, stats, batch):
+        logits, stats = task.model.forward(params, stats, batch.image, **batch.mode)
+        log_p = jax.nn.log_softmax(logits)
+        return -jnp.take_along_axis(log_p, batch.label[:, None], 1).mean(), stats
+
+    def client_update(client, server):
+        return fp.train(hparams, loss_fn, server, client)
+
+    return averaging.make(hparams, task, client_update)
+
+
+def test_a_loss_that_counts_padding(options):
+    """Rounds with other batches end elsewhere, and the line names the mask."""
+    mine = SimpleNamespace(HParams=averaging.Averaging, make=no_mask, __name__="mine")
+    with pytest.raises(contract.BrokenError, match="Padding .* rows in batch.mask"):
+        contract.check(mine, **options)
+
+
 @pytest.mark.parametrize(
     "round, part",
     [
+        (forgotten("server"), "changes in rounds. state.server is .* return here.aft"),
+        (forgotten("clients"), "state.clients is after 2 rounds what it was; return"),
         (absent_move, "mine breaks: Absent clients keep their private rows"),
         (
             place_counts,
