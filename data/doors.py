@@ -7,6 +7,7 @@ imported, and only for tables.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -159,6 +160,8 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
 def _of_clients(given: Any, where: str) -> Rows | None:
     """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
 
+    A client may also have a data set of torch or the like.
+
     A line names clients without rows in `dataset=`, which are left out. Returns None
     for other objects. Raises ValueError for a list of such pairs, if clients differ in
     the shape of their examples, and if a label is missing.
@@ -202,6 +205,11 @@ def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
     """The arrays (x, y) of some rows, None if it is no pair of these."""
     if isinstance(value, Mapping) and {*value} == {"x", "y"}:
         value = value["x"], value["y"]
+    is_listed = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    is_known = isinstance(value, (Mapping, tuple, list, str, bytes)) or is_frame(value)
+    if is_listed and not is_known and not hasattr(value, "dtype"):
+        with contextlib.suppress(ValueError):  # a column
+            value = _rows(value, "dataset", "", "").arrays
     if not isinstance(value, tuple) or len(value) != 2:
         return None
     x, y = map(_plain, value)
@@ -238,6 +246,13 @@ def _with_labels(
     others = [_plain(one) for one in others]
     if given is None or any(np.ndim(one) != 1 for one in others):
         return None
+    if isinstance(given, Mapping):
+        wide = [str(name) for name, one in given.items() if np.ndim(_plain(one)) != 1]
+        if wide:
+            raise ValueError(
+                f"{where}: {labels.listed(wide)} of the examples are not one number a "
+                "row, and an example is one array; join them, as by np.concatenate"
+            )
     import pandas  # takes long to import
 
     frame = given if is_frame(given) else pandas.DataFrame(given)

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -230,6 +231,25 @@ def sum_over_rows(
     return jax.lax.fori_loop(0, -(-count // batch_size), step, zeros)
 
 
+def _loss(
+    loss_fn: LossFn, params: types.Params, stats: types.Stats, batch: Batch
+) -> tuple[jax.Array, types.Stats]:
+    """The loss and statistics; a ValueError if a loss of one's own returns others."""
+    out = loss_fn(params, stats, batch)
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if not is_pair or jnp.shape(out[0]) != ():
+        kind = (
+            type(out).__name__ if not isinstance(out, jax.Array) else "an array alone"
+        )
+        if is_pair:
+            kind = f"one of shape {list(jnp.shape(out[0]))}"
+        raise ValueError(
+            f"a loss returned {kind}; expected (loss f32[], stats), a mean over the "
+            "rows in batch.mask and the model's statistics"
+        )
+    return out
+
+
 def _masks(
     objective: Objective, batch: Batch, real: jax.Array, num_stages: int
 ) -> tuple[Any, Any]:
@@ -307,7 +327,8 @@ def train(
         params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []
         for number, objective in enumerate(objectives):
-            gradient = jax.value_and_grad(objective.loss_fn, has_aux=True)
+            loss_fn = functools.partial(_loss, objective.loss_fn)
+            gradient = jax.value_and_grad(loss_fn, has_aux=True)
             (loss, new_stats), grads = gradient(params, stats, batch)
             more = jax.tree.map(
                 lambda x: jnp.where(real, x, 0), measures[number](grads)

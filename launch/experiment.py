@@ -68,7 +68,9 @@ class Experiment(Run):
         rounds = self.config.rounds
         until = rounds if until is None else until
         if not isinstance(until, numbers.Integral) or not 0 <= until <= rounds:
-            raise ValueError(f"until={until!r}: expected 0..{rounds} rounds")
+            raise ValueError(
+                f"until={until!r}: expected 0..{rounds} rounds; extend(...) adds rounds"
+            )
         records = [loop.OnRecord(on_record)] if on_record is not None else []
         for name in ("tensorboard", "csv", "wandb"):
             if getattr(self.config, name) and not self.config.workdir:

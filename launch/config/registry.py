@@ -213,6 +213,9 @@ def unknown_option(name: str, algo: Any) -> str:
     entries = algorithms.ALGORITHMS.items()
     owners = [other for other, entry in entries if name in field_types(entry.HParams)]
     shown = f"--algo={algorithm_name(algo)}"
+    if not isinstance(algo, str) and name in field_types(local_training.LocalTraining):
+        cure = "derive them from fedjax_pfl.LocalTraining"
+        return f"--{name}: the HParams of {shown} have no such option; {cure}"
     if owners:
         return f"--{name} belongs to {', '.join(owners)}; {shown} has no such flag"
     return f"--{name} is not a flag of {shown}{meant(name, fields_of(algo))}"

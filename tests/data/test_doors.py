@@ -329,6 +329,7 @@ def test_official_test_rows_of_a_table():
             r"examples differ in shape, such as \[5, 6, 3\] and \[4, 6, 3\]; give all",
         ),
         ({"a": X, "b": X, "y": Y}, None, "columns a, b hold an array .* name it x"),
+        (({"a": X, "b": Y}, Y), None, "a of the examples are not one number a row, .*"),
         ({"x": X, "kind": Y}, None, "no column is known to hold the labels; give --la"),
         ({"a": Y, "y": Y[:5]}, None, "number of rows: a has 12, y has 5; give one"),
         ({"a": 1, "y": Y}, None, "number of rows: a has 1, y has 12; give one"),
@@ -454,6 +455,10 @@ def test_rows_by_client(form):
     _, test, _ = doors.opened({"train": given, "test": {"a": form(X[5:7], Y[5:7])}})
     assert test.arrays[2].tolist() == ["a", "a"] and test.is_of_whole
     some = given | {name: form(X[:0], Y[:0]) for name in "defg"}
+    sets = {name: Rows(list(zip(*pair, strict=True))) for name, pair in CLIENTS.items()}
+    (found, *_) = doors.opened({name: sets[name] for name in "ba"})
+    np.testing.assert_array_equal(found.arrays[0], X[:5])
+    assert found.arrays[2].tolist() == client.tolist()
     (rows, *_), (whole, *_) = doors.opened(some), doors.opened(given)
     said = "{} clients of dataset= have no rows and are left out: c{}"
     assert rows.notes == (said.format("5 of 7", ", d, e, ..."),)

@@ -525,3 +525,23 @@ def test_cross_entropy_runs_the_model_in_train_mode(data):
     np.testing.assert_allclose(loss, np.log1p(np.exp(1 - 2)), rtol=1e-6)
     assert stats == ({"new": jnp.ones(())},)
     assert seen == [{"sample_mask": batch.mask, "train": True, "key": key}]
+
+
+@pytest.mark.parametrize(
+    ("out", "kind"),
+    [
+        (lambda loss, stats: loss, "an array alone"),
+        (lambda loss, stats: (loss[None], stats), r"one of shape \[1\]"),
+        (lambda loss, stats: None, "NoneType"),
+    ],
+)
+def test_what_is_no_loss(data, out, kind):
+    """One line says what a loss of one's own returns."""
+
+    def loss_fn(params, stats, batch):
+        return out(params[0].sum(), stats)
+
+    client = small.client(data, small.plan(SIZES, epochs=1, batch_size=2))
+    start = types.Variables((jnp.zeros(3), jnp.zeros(())), ({}, {}))
+    with pytest.raises(ValueError, match=f"a loss returned {kind}; expected .loss"):
+        local_training.train(options(), loss_fn, start, client)

@@ -89,6 +89,10 @@ def test_other_things_of_another_type(blobs):
     for algos in (5, "fedavg"):
         with pytest.raises(ValueError, match="compare: expected a list of algorithms"):
             build.compare(algos)
+    bare = dataclasses.make_dataclass("HParams", [("a", float, 1.0)])
+    odd = SimpleNamespace(HParams=bare, make=fedavg.make, __name__="odd")
+    with pytest.raises(ValueError, match="^--batch_size: the HParams of --algo=odd ha"):
+        build.experiment(algo=odd, batch_size=5)
     odd = SimpleNamespace(HParams=fedavg.HParams, make=lambda hparams, task: 5)
     with pytest.raises(ValueError, match="make returned a int, expected a fedjax_pfl"):
         build.experiment(algo=odd, dataset=blobs, model="mlp", num_clients=4)
