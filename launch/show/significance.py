@@ -68,6 +68,38 @@ def wilcoxon(one: np.ndarray, other: np.ndarray) -> tuple[float, int]:
     return float(min(1, 2 * min(more[0], less[0]))), 1 if more[0] < less[0] else -1
 
 
+def interval(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
+    """The mean difference of two methods and its 95 % confidence interval.
+
+    It is the paired t interval over clients, with seeds as blocks as in `wilcoxon`: the
+    mean over seeds of the mean over clients, whose variance is sum_s v_s / n_s / S^2
+    with the variance v_s of the n_s differences of a seed, and sum_s (n_s - 1) degrees
+    of freedom. It is about the clients of these seeds and not about other seeds.
+
+    Examples:
+        >>> a = np.array([[0.9, 0.8, 0.7, 0.9]])
+        >>> [round(x, 3) for x in interval(a, a - np.array([[0.1, 0.2, 0.1, 0.2]]))]
+        [0.15, 0.058, 0.242]
+
+    Args:
+        one, other: f64[S, K], a value for each seed and client, nan = none.
+
+    Returns:
+        (one - other, lower end, upper end); the ends are nan where a seed has fewer
+        than two clients, and all three where one has none.
+    """
+    gaps = [gap[np.isfinite(gap)] for gap in one - other]
+    size = np.array([len(gap) for gap in gaps])
+    if not size.all():
+        return np.nan, np.nan, np.nan
+    mean = float(np.mean([gap.mean() for gap in gaps]))
+    if (size < 2).any():
+        return mean, np.nan, np.nan
+    error = np.sqrt(sum(gap.var(ddof=1) / len(gap) for gap in gaps)) / len(gaps)
+    half = float(stats.t.ppf(1 - LEVEL / 2, (size - 1).sum()) * error)
+    return mean, mean - half, mean + half
+
+
 def holm(values: Sequence[float]) -> list[float]:
     """Holm's corrected p-values of a family of tests, in the same order.
 

@@ -36,7 +36,8 @@ class Value(NamedTuple):
     """A cell: its numbers (None = unknown), how it is marked, and p-values.
 
     `p` is that of the difference to the control and `p_best` to the best, both
-    corrected for all methods of the column; None = not tested.
+    corrected for all methods of the column; None = not tested. `gap` is the difference
+    to the control with the ends of its interval, see `significance.interval`.
     """
 
     text: str
@@ -46,6 +47,7 @@ class Value(NamedTuple):
     mark: str = ""
     p: float | None = None
     p_best: float | None = None
+    gap: tuple[float, float, float] | None = None
 
 
 class Column(NamedTuple):
@@ -152,7 +154,10 @@ class Table(NamedTuple):
     def to_frame(self) -> pandas.DataFrame:
         """Numbers: mean, std, p and p_best of each column, fractions as 0..1.
 
-        Bytes are megabytes, as their heads say.
+        Where a column has values of single clients and there is a control, also `gap`,
+        the difference to it, and the ends `gap_low` and `gap_high` of its 95 %
+        confidence interval, see `significance.interval`. Bytes are megabytes, as their
+        heads say.
         """
         import pandas
 
@@ -163,6 +168,10 @@ class Table(NamedTuple):
             for part, factor in scales.items():
                 found = [getattr(value, part) for value in column.values]
                 out[head, part] = [one and factor * one for one in found]
+            gaps = [value.gap for value in column.values]
+            for place, part in enumerate(("gap", "gap_low", "gap_high")):
+                if any(gaps):
+                    out[head, part] = [one and scale * one[place] for one in gaps]
         return pandas.DataFrame(out, index=pandas.Index(self.rows, name="method"))
 
     def __str__(self) -> str:
@@ -328,7 +337,11 @@ def _values(
         gap = sign * (means[row] - means.get(control, 0.0))
         numbers = entry["mean"], entry["std"]
         shown = mark(how, gap, p, side)
-        values.append(Value(how.text(entry), *numbers, is_best, shown, p, p_best))
+        beside = None
+        if p is not None:
+            beside = significance.interval(known[row], known[control])
+        given = (*numbers, is_best, shown, p, p_best, beside)
+        values.append(Value(how.text(entry), *given))
     return values
 
 

@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pandas
 import pytest
+from scipy import stats
 
 from launch import build, report
 from launch.folder import lock, record
@@ -601,6 +602,34 @@ def test_settings_are_not_taken_for_one_another():
     ran = build.study(["majority"], settings=owners, **given).run(progress=False)
     hashes = {ran.runs(name)["majority"].hashes["split_sha256"] for name in owners}
     assert len(hashes) == 2
+
+
+def test_intervals_of_differences(done):
+    """A paired t interval; of one seed it is scipy's, and it is in the frame."""
+    one, other = np.random.default_rng(3).normal(size=(2, 1, 9))
+    mean, low, high = significance.interval(one, other)
+    expected = stats.ttest_1samp((one - other)[0], 0).confidence_interval(0.95)
+    assert (low, high) == pytest.approx(tuple(expected))
+    assert mean == pytest.approx((one - other).mean())
+    two = np.concatenate([one, one + 1]), np.concatenate([other, other])
+    mean, low, high = significance.interval(*two)
+    assert mean == pytest.approx((one - other).mean() + 0.5)
+    # Equal variances: the standard error is that of one seed over the root of two.
+    ratio = stats.t.ppf(0.975, 16) / stats.t.ppf(0.975, 8) / np.sqrt(2)
+    assert high - low == pytest.approx(ratio * (expected.high - expected.low))
+    few = np.full((2, 3), np.nan)
+    few[:, 0] = 1
+    assert np.isnan(significance.interval(few, few * 0)).tolist() == [False, True, True]
+    few[1] = np.nan
+    assert np.isnan(significance.interval(few, few * 0)).all()
+    frame = done.table(["client_accuracy", "global_accuracy"]).to_frame()
+    found = frame["Client (UA), %"]
+    for row in found.index.drop(done.control):
+        gap = found["mean"][row] - found["mean"][done.control]
+        assert found["gap"][row] == pytest.approx(gap)
+        assert found["gap_low"][row] <= gap <= found["gap_high"][row]
+    assert found["gap"].isna()[done.control]
+    assert "gap" not in frame["Global, %"]
 
 
 def test_equal_rows(tmp_path):
