@@ -196,7 +196,7 @@ ALGORITHMS = {
     ),
     "dfedavgm": variant(
         _DFEDAVG,
-        "DFedAvgM: equal weights among peers, momentum that restarts in every round.",
+        "DFedAvgM: equal weights among peers; any momentum restarts in every round.",
         fixed=("aggregation", "optimizer_state"),
         aggregation="uniform",
         optimizer_state="reset",

@@ -28,10 +28,11 @@ ball y_{k+1} = y_k - eta g + theta (y_k - y_{k-1}).
 Differs from the paper: rounds are synchronous, and a round begins with the mean where
 DFedAvgM's ends with it, which cuts the same sequence elsewhere. UA-PDFL neither
 describes nor releases its baselines, so the weights and FedPer's cut (it only says
-personal layers) are ours. All clients start from one model. Statistics of batch norm
-are shared, also those of personal stages. Clients outside the round do not change, and
-their peers still pull from them. DFedAvgM's mixing matrix is symmetric with equal rows
-and columns, as in `--topology=regular` but not random peers. Nothing is quantised.
+personal layers) are ours. All clients start from one model (`--noshared_init`: each
+from its own). Statistics of batch norm are shared, also those of personal stages.
+Clients outside the round do not change, and their peers still pull from them.
+DFedAvgM's mixing matrix is symmetric with equal rows and columns, as in
+`--topology=regular` but not random peers. Nothing is quantised.
 """
 
 import dataclasses

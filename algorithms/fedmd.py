@@ -22,9 +22,9 @@ Clients may differ in architecture: `--client_model=m1,m2,...` gives client k th
 name, cyclically. Each architecture is one stacked group.
 
 Differs from the paper: a sample of the clients takes part in a round. There is no
-transfer phase on public labels before the first round, because public sets here have
-other classes. Instead clients in their first round are left out of the consensus unless
-all are new. Optimizers start fresh in each digest and revisit, unless
+transfer phase on public labels before the first round, because most public sets here
+have other classes. Instead clients in their first round are left out of the consensus
+unless all are new. Optimizers start fresh in each digest and revisit, unless
 `--optimizer_state=persist` continues one over a client's revisits. The subset is not
 stratified. `launch/config/rules/none.toml` has the public sets by data set. mnist_5k
 gives 4,000 images, and a run on mnist_5k sets a tenth of its own aside, so its clients

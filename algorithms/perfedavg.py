@@ -32,7 +32,7 @@ gradients, and four in HF. The exact Hessian is left out. The mean is weighted b
 examples by default. An epoch's last batch is divided too; where it has one example, g
 is 0. PFLlib has alpha = beta; here alpha is that of the paper's experiments. It adapts
 on one batch, drawn for each measurement, and the paper takes a stochastic step too;
-here it is all rows, so that nothing is drawn. That step has no momentum, and its rate
+here it is all rows, so that no batch is drawn. That step has no momentum, and its rate
 does not decay.
 """
 
