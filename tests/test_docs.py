@@ -10,11 +10,14 @@ import re
 import shlex
 import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import algorithms
 import fedjax_pfl
 from data import loaders, partitions, texts
+from fedjax_pfl import averaging
 from launch import build
 from launch.config import flags, presets, registry
 
@@ -123,12 +126,36 @@ def shown_algorithms():
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(0, "fedprox"), (2, "fedbabu"), (3, "lg_fedavg")]
+    ("place", "name"), [(0, "fedprox"), (3, "fedbabu"), (4, "lg_fedavg")]
 )
 def test_shown_algorithms_are_those_of_files(place, name):
     """The code in docs/adding.md."""
     source = (ROOT / "algorithms" / f"{name}.py").read_text()
     assert definitions(shown_algorithms()[place]) == definitions(source)
+
+
+def test_the_shown_loss_trains(unequal, narrow):
+    """It is asked once for each step, and its second part is seen."""
+
+    def make(hparams, task):
+        scope = {"task": task, "jnp": jnp}
+        exec(shown_algorithms()[2], scope)
+
+        def client_update(client, server):
+            return fedjax_pfl.train(hparams, scope["loss_fn"], server, client)
+
+        return averaging.make(hparams, task, client_update)
+
+    mine = types.SimpleNamespace(HParams=averaging.Averaging, make=make)
+    given = {"dataset": unequal, "model": "narrow", "num_clients": 4, "rounds": 1}
+    runs = [
+        build.experiment(algo=algo, preset="none", devices=1, **given)
+        for algo in (mine, "fedavg")
+    ]
+    for one in runs:
+        one.run(progress=False)
+    shown, plain = (one.metrics[-1]["train_loss"] for one in runs)
+    assert plain < shown < np.inf
 
 
 def test_the_shown_rounds_are_fedavgs(unequal, narrow):

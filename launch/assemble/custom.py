@@ -74,8 +74,8 @@ def with_optimizers(
     for option, own in every.items():
         if option in registry.algorithm(algo).fixed:
             raise ValueError(
-                f"{option}={own}: {algo} is the name of FedAvg with an optimizer of "
-                "its own; give algo='fedavg'"
+                f"{option}={own}: {algo} is the name of a method with an optimizer of "
+                "its own; give that of the method without one"
             )
         swept = given.get("sweep", "")
         points = [one.partition("=")[0].strip() for one in swept.split(";")]
