@@ -6,8 +6,8 @@ and Python's `random`, as the released splits do.
 
 Differs from the code: `cdkt` shuffles the data first, so that each seed has other users
 and proxy images. `cdkt_code` takes the order of the files, as the code does, and then
-the proxy images are the last ones of each class. In MNIST's files these are written by
-few people.
+the proxy images are the last ones of each class. From those of MNIST's files a net
+learns far less than from others (`launch/papers/RESULTS.md`).
 """
 
 import random
