@@ -180,7 +180,7 @@ def _is_choice(value: str, choices: tuple[str, ...]) -> bool:
 
 
 def nearest(name: str, known: Iterable[str], before: str = "") -> str:
-    """Suggests the closest known name, in any case, or one that begins so, or nothing.
+    """Suggests a known name that begins so in any case, or the closest, or nothing.
 
     `before` is put in front of it.
     """
@@ -188,7 +188,8 @@ def nearest(name: str, known: Iterable[str], before: str = "") -> str:
     begun = [one for one in lower if given and one.startswith(given)]
     # `emnist` is nearer to `emnist/byclass` than to `femnist`.
     parts = [one for one in begun if one.startswith(f"{given}/")]
-    close = parts or difflib.get_close_matches(given, lower, n=1) or begun
+    longer = sorted(begun, key=len) if len(given) > 4 else []
+    close = parts or longer or difflib.get_close_matches(given, lower, n=1) or begun
     return f"; did you mean {before}{lower[close[0]]}?" if close else ""
 
 

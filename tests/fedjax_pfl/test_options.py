@@ -8,6 +8,16 @@ import pytest
 from fedjax_pfl import local_training, options
 
 
+def test_nearest_names():
+    """One that begins so comes before one that is alike."""
+    known = ["client_auc", "client_accuracy_std", "client_accuracy", "emnist/byclass"]
+    wanted = {"client_acc": "client_accuracy", "client_au": "client_auc"}
+    wanted |= {"Client_AUK": "client_auc", "emnist": "emnist/byclass"}
+    for name, near in wanted.items():
+        assert options.nearest(name, known) == f"; did you mean {near}?"
+    assert not options.nearest("zzzz", known)
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
