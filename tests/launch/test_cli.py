@@ -99,5 +99,5 @@ def test_flags_of_neighbours(algo, given, meant):
 
 def test_an_algorithm_that_is_nearly_one():
     """The nearest name."""
-    with pytest.raises(flagfile.UsageError, match="; did you mean fedper\\?"):
+    with pytest.raises(flagfile.UsageError, match="; did you mean fedprox\\?"):
         flags.parse(["main", "--algo=FedPr"])
