@@ -7,7 +7,6 @@ imported, and only for tables.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -160,21 +159,28 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
 def _of_clients(given: Any, where: str) -> Rows | None:
     """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
 
-    A client may also have a data set of torch or the like.
-
-    A line names clients without rows in `dataset=`, which are left out. Returns None
-    for other objects. Raises ValueError for a list of such pairs, if clients differ in
-    the shape of their examples, and if a label is missing.
+    A client may also have a data set of torch or the like, with items (x, y). A line
+    names clients without rows in `dataset=`, which are left out. Returns None for other
+    objects. Raises ValueError for a list of such pairs, if clients differ in the shape
+    of their examples, and if a label is missing.
     """
     held = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(held, Mapping) or is_frame(held) or not len(held):
         return None
-    parts = {}
+    parts: dict[Any, Any] = {}
     for name, one in held.items():
-        pair = _pair(one)
+        if _is_listed(one):
+            one = _items(one, f"{where} of {name}")
+        is_empty = isinstance(one, tuple) and not one
+        pair = one if is_empty else _pair(one)
         if pair is None:
             return None
         parts[name] = pair
+    some = [pair for pair in parts.values() if pair]
+    if not some:
+        return None
+    none = some[0][0][:0], some[0][1][:0]
+    parts = {name: pair or none for name, pair in parts.items()}
     if held is not given:
         raise ValueError(
             f"{where}: got a list of {len(parts)} pairs (x, y), as of clients; give "
@@ -201,15 +207,28 @@ def _of_clients(given: Any, where: str) -> Rows | None:
     return Rows((x, y, np.repeat(list(parts), sizes)), notes=notes)
 
 
+def _is_listed(value: Any) -> bool:
+    """Whether it is an object with items, such as a data set of torch."""
+    has_items = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    is_known = isinstance(value, (Mapping, tuple, list, str, bytes)) or is_frame(value)
+    return has_items and not is_known and not hasattr(value, "dtype")
+
+
+def _items(given: Any, where: str) -> tuple[Any, ...] | None:
+    """The arrays (x, y) of a data set with items (x, y), () of none, None of others."""
+    if not len(given):
+        return ()
+    try:
+        is_pair = isinstance(given[0], tuple) and len(given[0]) == 2
+    except Exception:  # whatever the user's object raises, which is then said
+        is_pair = True
+    return _rows(given, where, "", "").arrays if is_pair else None
+
+
 def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
     """The arrays (x, y) of some rows, None if it is no pair of these."""
     if isinstance(value, Mapping) and {*value} == {"x", "y"}:
         value = value["x"], value["y"]
-    is_listed = hasattr(value, "__getitem__") and hasattr(value, "__len__")
-    is_known = isinstance(value, (Mapping, tuple, list, str, bytes)) or is_frame(value)
-    if is_listed and not is_known and not hasattr(value, "dtype"):
-        with contextlib.suppress(ValueError):  # a column
-            value = _rows(value, "dataset", "", "").arrays
     if not isinstance(value, tuple) or len(value) != 2:
         return None
     x, y = map(_plain, value)

@@ -93,7 +93,8 @@ def with_optimizers(
                 "--optimizer_state=persist: a client that holds a part of the model "
                 "has no state of a custom optimizer of all; give reset"
             )
-        defaults = {name: fields[name].default for name in _OF_OPTIMIZER[option]}
+        replaced = [name for name in _OF_OPTIMIZER[option] if name in fields]
+        defaults = {name: fields[name].default for name in replaced}
         hparams = dataclasses.replace(hparams, **defaults)
     if "client_optimizer" in fields:
         optimizer.check(hparams)

@@ -79,11 +79,11 @@ def of_options(
         )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizer(config, hparams)
-        rate = getattr(hparams, "server_lr", None)
-        if rate == 1 and "server_lr" not in asked and _scales(hparams):
+        is_chosen = "server_lr" in {*asked, *sweep.points(config.sweep)[0]}
+        if getattr(hparams, "server_lr", 0) == 1 and not is_chosen and _scales(hparams):
             out.append(
-                f"--server_optimizer={hparams.server_optimizer} has a learning rate of "
-                "1, the default of --server_lr, which is much for most; give one"
+                f"--server_optimizer={hparams.server_optimizer} gets the learning rate "
+                "1, the default of --server_lr, which is much for an adaptive one"
             )
         if "optimizer_state" in asked and not _keeps_state(config, hparams):
             out.append(
@@ -256,11 +256,13 @@ def of_unmeasured_clients(partition: types.Partition) -> list[str]:
     out = []
     kinds = zip(("test", "validation"), partition.measured().values(), strict=False)
     for kind, one in kinds:
-        count = np.asarray(one.test.count[0])
-        if count.any() and not count.all():
+        count = np.asarray(one.test.count)
+        lacking = (count == 0).sum(1)
+        if count.any() and lacking.any():
+            up_to = "up to " * bool(np.ptp(lacking))
             out.append(
-                f"{(count == 0).sum()} of {len(count)} clients have no {kind} rows and "
-                f"count in none of the clients' metrics on these"
+                f"{up_to}{lacking.max()} of {count.shape[1]} clients have no {kind} "
+                "rows and count in none of the clients' metrics on these"
             )
     return out
 

@@ -74,7 +74,8 @@ def interval(one: np.ndarray, other: np.ndarray) -> tuple[float, float, float]:
     It is the paired t interval over clients, with seeds as blocks as in `wilcoxon`: the
     mean over seeds of the mean over clients, whose variance is sum_s v_s / n_s / S^2
     with the variance v_s of the n_s differences of a seed, and sum_s (n_s - 1) degrees
-    of freedom. It is about the clients of these seeds and not about other seeds.
+    of freedom. It is about the clients of these seeds and not about other seeds, and
+    clients that all seeds have in common count once for each.
 
     Examples:
         >>> a = np.array([[0.9, 0.8, 0.7, 0.9]])

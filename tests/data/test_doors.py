@@ -46,6 +46,13 @@ class Rows:
         return self.items[index]
 
 
+class Torn(Rows):
+    """One with a file that cannot be read."""
+
+    def __getitem__(self, index):
+        raise RuntimeError("torn")
+
+
 class Loader:
     """A DataLoader of torch."""
 
@@ -456,9 +463,12 @@ def test_rows_by_client(form):
     assert test.arrays[2].tolist() == ["a", "a"] and test.is_of_whole
     some = given | {name: form(X[:0], Y[:0]) for name in "defg"}
     sets = {name: Rows(list(zip(*pair, strict=True))) for name, pair in CLIENTS.items()}
-    (found, *_) = doors.opened({name: sets[name] for name in "ba"})
+    (found, *_) = doors.opened(sets)
     np.testing.assert_array_equal(found.arrays[0], X[:5])
     assert found.arrays[2].tolist() == client.tolist()
+    assert found.notes[0].startswith("1 of 3 clients of dataset= have no rows")
+    with pytest.raises(ValueError, match="dataset of z: .* raise a RuntimeError .torn"):
+        doors.opened(sets | {"z": Torn([1])})
     (rows, *_), (whole, *_) = doors.opened(some), doors.opened(given)
     said = "{} clients of dataset= have no rows and are left out: c{}"
     assert rows.notes == (said.format("5 of 7", ", d, e, ..."),)

@@ -1,7 +1,9 @@
 """Studies of methods: choices by validation rows, trials that go on, and tables."""
 
+import hashlib
 import json
 import re
+import shutil
 import zipfile
 
 import numpy as np
@@ -381,7 +383,14 @@ def test_more_seeds_keep_what_was_tuned(tmp_path):
     path = tmp_path / "study" / "cells" / "fedavg.tune.json"
     held = json.loads(path.read_text())
     assert held["key"] == tuned.key != tuned.before
-    path.write_text(json.dumps(held | {"key": tuned.before}))  # of an earlier version
+    held |= {"key": tuned.before}  # of an earlier version
+    path.write_text(json.dumps(held))
+    assert build.study(["fedavg"], **given, seeds=2).choices()
+    text = json.dumps(tuned.before, sort_keys=True)
+    place = f"fedavg.tune-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    path.rename(path.with_name(f"{place}.json"))  # of one that had grown
+    path.write_text(json.dumps({"key": held["key"] | {"rounds": 9}}))
+    shutil.move(*(tmp_path / "study" / "runs" / n for n in ("fedavg.tune", place)))
     assert build.study(["fedavg"], **given, seeds=2).choices()
 
 

@@ -1,5 +1,8 @@
 """Optimizers as a user gives them: by name, as objects, at the server."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import optax
 import pytest
 from flax import linen as nn
 
+from algorithms import local
+from fedjax_pfl import local_training, options
 from launch import build
 
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -152,14 +157,26 @@ def test_the_servers_own_one_leaves_what_never_travels():
     np.testing.assert_allclose(after[0][-1], kernel / 4, rtol=1e-3, atol=1e-5)
 
 
+def test_an_option_of_a_custom_algorithm():
+    """It may have the option without those that belong to it."""
+    field = options.option("none", "the server's step")
+    bases = (local_training.LocalTraining,)
+    kinds = [("server_optimizer", str, field)]
+    hparams = dataclasses.make_dataclass("HParams", kinds, bases=bases, frozen=True)
+    mine = SimpleNamespace(HParams=hparams, make=local.make, __name__="mine")
+    found = made(algo=mine, server_optimizer=optax.adam, server_lr=None).hparams
+    assert str(found.server_optimizer) == "own_adam"
+
+
 def test_a_rate_of_one_is_noted():
     """Only where the user did not choose it and the optimizer scales its steps."""
     for given in ({"server_optimizer": optax.adam}, {"server_optimizer": "adam"}):
-        assert "has a learning rate of 1, the default" in "".join(made(**given).notes)
+        assert "gets the learning rate 1, the default" in "".join(made(**given).notes)
     others = {"server_optimizer": "sgd"}, {"server_optimizer": optax.adam(0.1)}
     chosen = {"server_optimizer": optax.adam, "server_lr": 1.0}
-    for given in ({}, *others, chosen, {"algo": "fedadam"}):
-        assert "learning rate of 1" not in "".join(made(**given).notes), given
+    swept = {"server_optimizer": "adam", "sweep": {"server_lr": [0.1, 0.2]}}
+    for given in ({}, *others, chosen, swept, {"algo": "fedadam"}):
+        assert "learning rate 1" not in "".join(made(**given).notes), given
 
 
 @pytest.mark.parametrize("name", ["fedavgm", "fedyogi"])
