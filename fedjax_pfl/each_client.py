@@ -330,7 +330,8 @@ def update(
         [1.0, 12.0]
     """
     steps, positions = cohort.plans[plan].split()
-    own, steps, reduce = exchange.everywhere((own, steps, reduce))
+    known = own, steps, reduce, cohort.row_mask
+    own, steps, reduce, is_here = exchange.everywhere(known)
     row = exchange.behind(cohort.row, (state.round, shared))
     if own is None:  # both in the same trips
         own, opt_state = exchange.take(state.private, row)
@@ -354,7 +355,7 @@ def update(
     out = over_clients(by_level if levels else [one], task.execution)(
         rows,
         given,
-        (steps.num_steps, cohort.row_mask),
+        (steps.num_steps, is_here),
         cohort.level if is_bucketed else None,
         reduce,
         positions,
