@@ -302,17 +302,16 @@ class Study:
         So a study may grow, for example by values to tune, and keeps what is done. A
         run that goes on to more rounds stays where it is.
         """
+        keys = [trial.key] + [trial.before] * (trial.before != trial.key)
         others = []
-        for key in (trial.key, trial.before):
+        for key in keys:
             text = json.dumps(key, sort_keys=True)
             other = f"{trial.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
             if self._held_cell(other, trial) is not None:
                 return other
             others.append(other)
         held = self._held_cell(trial.name, trial)
-        is_free = held is None or any(
-            trials.goes_on(held["key"], key) for key in (trial.key, trial.before)
-        )
+        is_free = held is None or any(trials.goes_on(held["key"], key) for key in keys)
         return trial.name if is_free else others[0]
 
     def _held_cell(self, place: str, trial: trials.Trial) -> dict[str, Any] | None:
