@@ -8,7 +8,6 @@ import os
 import pathlib
 import socket
 import struct
-import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -89,7 +88,9 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
     for folder in folders:
         # A plain file comes after a gzipped one of its name, and so replaces it.
         paths = sorted(folder.glob("*-ubyte*"), reverse=True)
-        there = {p.name.removesuffix(".gz"): p for p in paths if p.is_file()}
+        paths = [path for path in paths if path.is_file()]
+        # Kaggle's copies have a dot before `idx`.
+        there = {p.name.removesuffix(".gz").replace(".", "-"): p for p in paths}
         if all(name in there for name in wanted):
             return [there[name] for name in wanted]
     return []
@@ -295,6 +296,11 @@ def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
 
 # Arrays of a user's npz file, with `_test` and `_val` those of official rows
 _OWN = ("x", "y", "client")
+# What some of them are called in files of Keras and of MedMNIST
+_KERAS = {"x": "x_train", "y": "y_train"}
+_MEDMNIST = {"x": "train_images", "y": "train_labels"}
+_MEDMNIST |= {f"x_{part}": f"{part}_images" for part in ("test", "val")}
+_MEDMNIST |= {f"y_{part}": f"{part}_labels" for part in ("test", "val")}
 
 
 def load_npz(
@@ -303,30 +309,41 @@ def load_npz(
     """Loads a user's npz file with `x`, `y` and optionally `client`; see `arrays`.
 
     Official test and validation rows are in `x_test`, `y_test`, `client_test` and
-    `x_val`, ... Raises ValueError, whose message is a phrase, if it cannot be read or
-    its arrays do not fit.
+    `x_val`, ... The names of Keras (`x_train`) and MedMNIST (`train_images`) are taken
+    where there is no `x`, and labels [N, 1] as [N]. Raises ValueError, whose message is
+    a phrase, if it cannot be read or its arrays do not fit.
     """
-    parts = [[f"{name}_{part}" for name in _OWN] for part in ("test", "val")]
-    known = (*_OWN, *parts[0], *parts[1])
-    found = npz.read(pathlib.Path(path), _OWN[:2], known[2:])
+    there = npz.names(pathlib.Path(path))
+    forms = [
+        one for one in (_KERAS, _MEDMNIST) if one["x"] in there and "x" not in there
+    ]
+    form = forms[0] if forms else {}
+    train, test, val = (
+        [form.get(name + part, name + part) for name in _OWN]
+        for part in ("", "_test", "_val")
+    )
+    known = (*train, *test, *val)
+    found = npz.read(pathlib.Path(path), train[:2], known[2:])
+    for name in (train[1], test[1], val[1]):
+        if name in found and found[name].ndim == 2 and found[name].shape[1] == 1:
+            found[name] = found[name][:, 0]
     more = []
-    for names in parts:
+    for names in (test, val):
         held = [name for name in names if name in found]
         if held and held[:2] != names[:2]:
             lacking = next(name for name in names if name not in held)
             raise ValueError(f"has {held[0]} without {lacking}; add it, or omit both")
         more.append(tuple(found[name] for name in held) or None)
     made = arrays.from_arrays(
-        *(found["x"], found["y"], found.get("client")),
+        *(found[train[0]], found[train[1]], found.get(train[2])),
+        names=(train[1], train[2]),
         layout=layout,
         least_classes=least_classes,
         test=more[0],
         val=more[1],
         where="",
     )
-    with zipfile.ZipFile(path) as archive:
-        held = {name.removesuffix(".npy") for name in archive.namelist()}
-    if others := sorted(held.difference(known)):
+    if others := sorted(there.difference(known)):
         line = f"arrays of the file that are not used: {labels.listed(others)}"
         made = made._replace(notes=(*made.notes, line))
     return made

@@ -1,14 +1,40 @@
 """Reads users' npz files without unpickling objects."""
 
+import contextlib
 import math
 import pathlib
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from data import files, memory
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[zipfile.ZipFile]:
+    """A context with a user's archive, whose errors become phrases about the file."""
+    try:
+        files.check(path, "an npz file")
+    except FileNotFoundError as error:
+        raise ValueError("there is no such file") from error
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}") from error
+    try:
+        with zipfile.ZipFile(path) as archive, warnings.catch_warnings():
+            # numpy warns about headers of Python 2, which it can read.
+            warnings.simplefilter("ignore")
+            yield archive
+    except Exception as error:  # damaged bytes raise various errors
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"cannot be read: {reason}") from error
+
+
+def names(path: pathlib.Path) -> set[str]:
+    """The names of the arrays of an npz file; a ValueError is a phrase about it."""
+    with _opened(path) as archive:
+        return {name.removesuffix(".npy") for name in archive.namelist()}
 
 
 def read(
@@ -29,24 +55,12 @@ def read(
             larger than the free memory.
     """
     wanted = (*required, *optional)
-    try:
-        files.check(path, "an npz file")
-    except FileNotFoundError as error:
-        raise ValueError("there is no such file") from error
-    except OSError as error:
-        raise ValueError(f"cannot be read: {error.strerror}") from error
-    try:
-        with zipfile.ZipFile(path) as archive, warnings.catch_warnings():
-            # numpy warns about headers of Python 2, which it can read.
-            warnings.simplefilter("ignore")
-            held = {name.removesuffix(".npy") for name in archive.namelist()}
-            there = [name for name in wanted if name in held]
-            # A small file may hold very many zeros, so sizes are summed before reading.
-            memory.check(sum(_num_bytes(archive, name) for name in there), "its arrays")
-            arrays = {name: _array(archive, name) for name in there}
-    except Exception as error:  # damaged bytes raise various errors
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"cannot be read: {reason}") from error
+    with _opened(path) as archive:
+        held = {name.removesuffix(".npy") for name in archive.namelist()}
+        there = [name for name in wanted if name in held]
+        # A small file may hold very many zeros, so sizes are summed before reading.
+        memory.check(sum(_num_bytes(archive, name) for name in there), "its arrays")
+        arrays = {name: _array(archive, name) for name in there}
     if any(name not in arrays for name in required):
         raise ValueError(
             f"has the arrays {_listed(held)}; {' and '.join(required)} are needed"

@@ -95,6 +95,14 @@ def test_idx_beside_folders_of_their_names(tmp_path):
     assert len(loaders.load("mnist", str(tmp_path)).label) == 17
 
 
+def test_idx_with_the_names_of_kaggle(tmp_path):
+    """`train-images.idx3-ubyte`, with a dot."""
+    write_mnist(tmp_path)
+    for name in sum(loaders.IDX_FILES, ()):
+        (tmp_path / name).rename(tmp_path / name.replace("-idx", ".idx"))
+    assert len(loaders.load("mnist", str(tmp_path)).label) == 17
+
+
 def test_data_dir_of_a_user(tmp_path, monkeypatch):
     """A shell leaves the ~ of --data_dir=~ as it is. A file is no folder."""
     write_mnist(tmp_path)
@@ -225,9 +233,39 @@ def test_npz_with_a_split(tmp_path):
     np.testing.assert_array_equal(found.client, [*Y, -1, -1, *Y[3:]])
 
 
+MEDMNIST = {f"{part}_images": X for part in ("train", "val", "test")}
+MEDMNIST |= {f"{part}_labels": Y[:, None] for part in ("train", "val", "test")}
+
+
+@pytest.mark.parametrize(
+    "held, num_val",
+    [
+        ({"x_train": X, "y_train": Y, "x_test": X, "y_test": Y}, 0),  # Keras
+        (MEDMNIST, 6),
+        ({"x": X, "y": Y[:, None], "x_test": X, "y_test": Y}, 0),
+    ],
+)
+def test_npz_with_the_names_of_others(tmp_path, held, num_val):
+    """The arrays of files that Keras and MedMNIST leave; labels may be a column."""
+    found = loaders.load(save(tmp_path, **held), "")
+    assert (found.num_train, found.num_test, found.num_val) == (6, 6, num_val)
+    np.testing.assert_array_equal(found.image[-6:], X)
+    np.testing.assert_array_equal(found.label[-6:], Y)
+    assert "not used" not in "".join(found.notes)
+
+
+def test_npz_with_names_of_its_own_beside_those_of_others(tmp_path):
+    """`x` and `y` win, and a line names the others."""
+    found = loaders.load(save(tmp_path, x=X, y=Y, x_train=X[1:], y_train=Y[1:]), "")
+    assert found.num_train == 6
+    assert found.notes[-1] == "arrays of the file that are not used: x_train, y_train"
+
+
 @pytest.mark.parametrize(
     "arrays, reason",
     [
+        ({"x_train": X, "y": Y}, "x_train and y_train are needed"),
+        ({"train_images": X, "train_labels": np.eye(3)[Y]}, "train_labels .*one-hot"),
         ({"x": X, "y": Y, "x_val": X}, "has x_val without y_val; add it, or omit both"),
         ({"x": X}, "x and y are needed"),
         ({"y": Y}, "x and y are needed"),
