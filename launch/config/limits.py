@@ -14,6 +14,13 @@ FLOAT_LIMIT = float(np.finfo(np.float32).max)
 TEXT_LIMIT = 4096
 # Control characters, line and paragraph separators, halves of surrogate pairs
 _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
+# Where in Python the objects belong that are given to these options
+_PLACES = {
+    "partition": "; rows of clients are given by dataset={client: (x[rows], y[rows])}",
+    "client_lr": "; a schedule belongs in client_optimizer=, see docs/python.md",
+    "server_lr": "; a schedule belongs in server_optimizer=, see docs/python.md",
+    "init_from": "; docs/howto.md writes such a file of a torch model's weights",
+}
 
 
 def checked(name: str, value: Any, kind: type) -> Any:
@@ -34,7 +41,9 @@ def checked(name: str, value: Any, kind: type) -> Any:
         value = f"{value:.10g}"
     fits = isinstance(value, kind) and (kind is not int or is_int)
     if not fits and not (kind is float and is_int):
-        raise ValueError(f"--{name}={shown(value)}: expected {kind.__name__}")
+        is_plain = isinstance(value, (str, bytes, int, float))
+        place = "" if is_plain else _PLACES.get(name, "")
+        raise ValueError(f"--{name}={shown(value)}: expected {kind.__name__}{place}")
     if kind is str:
         check_text(name, value)
     if kind in (int, float):

@@ -83,6 +83,27 @@ def test_values_that_do_not_fit(value, kind, reason):
 
 
 @pytest.mark.parametrize(
+    "name, value, kind, place",
+    [
+        (
+            "partition",
+            [[0, 1], [2]],
+            str,
+            r"dataset={client: \(x\[rows\], y\[rows\]\)}$",
+        ),
+        ("client_lr", lambda step: 0.1 / step, float, "client_optimizer=, see docs"),
+        ("init_from", {"dense1": np.zeros(3)}, str, "docs/howto.md writes such a file"),
+    ],
+)
+def test_objects_have_another_place(name, value, kind, place):
+    """Where rows, schedules and parameters are taken is said; a typo has no place."""
+    with pytest.raises(ValueError, match=f"expected {kind.__name__}; .*{place}"):
+        limits.checked(name, value, kind)
+    with pytest.raises(ValueError, match=f"expected {kind.__name__}$"):
+        limits.checked(name, "a" if kind is float else b"a", kind)
+
+
+@pytest.mark.parametrize(
     "option",
     [
         {"dataset": np.zeros((300, 300))},
