@@ -546,10 +546,17 @@ class Study:
         self._need_python(trial.name, trial.options)
         given = trial.options | {"workdir": str(self._path(trial)), "resume": True}
         made = experiment(**given)
-        if made.examples_sha256 != trial.key["hashes"]["data"]:
+        known, changed = trial.key["hashes"], ""
+        # Trials that tune are known by the clients of their first seed.
+        splits = made.split_sha256, trials.split_sha256(made)
+        if made.examples_sha256 != known["data"]:
+            changed = "the data"
+        elif known["split"] not in splits:
+            changed = "the rows of the clients"
+        if changed:
             raise ValueError(
-                f"{trial.name}: the data have changed since the study in {self.folder} "
-                "began; give another folder"
+                f"{trial.name}: {changed} have changed since the study in "
+                f"{self.folder} began; give another folder"
             )
         return made
 

@@ -431,6 +431,27 @@ def test_changed_data_are_refused(tmp_path):
     assert again.failed == ["fedavg.tune"]
 
 
+@pytest.mark.parametrize("tune", [{}, TUNE])
+def test_changed_clients_are_refused(tmp_path, tune):
+    """The same rows, dealt out otherwise, as a later version's default might."""
+    np.savez(tmp_path / "mine.npz", x=X, y=Y)
+    more = {"dataset": f"npz:{tmp_path}/mine.npz", "fine_tune_epochs": 0}
+    more |= {"partition": f"file:{tmp_path}/rows.npz", "tune": tune}
+    each = len(Y) // 6
+    rows = np.arange(5 * each)
+
+    def study():
+        held = {"train_row": rows, "train_count": [each] * 5}
+        held |= {"test_row": np.arange(5 * each, 5 * each + 5), "test_count": [1] * 5}
+        np.savez(tmp_path / "rows.npz", **held)
+        return build.study(["fedavg"], folder=tmp_path / "study", **OPTIONS | more)
+
+    study().run(progress=False, cell_timeout=1e-9)
+    rows = rows[::-1]
+    with pytest.warns(UserWarning, match="the rows of the clients have changed since"):
+        assert study().run(progress=False).failed
+
+
 def test_wilcoxon_is_scipy_s():
     """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
     from scipy import stats
