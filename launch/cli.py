@@ -11,7 +11,7 @@ COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
     "list": ("launch.list", "command", "algorithms, presets, data, models, tables"),
     "reproduce": ("launch.reproduce", "command", "a paper's table, beside its numbers"),
-    "study": ("launch.study.__main__", "command", "what scales, cell by cell"),
+    "study": ("launch.study.__main__", "command", "what scales, or methods compared"),
     "plot": ("launch.plot", "command", "curves, fairness and class bubbles of runs"),
     "report": ("launch.report", "command", "one HTML page about runs"),
     "export": ("launch.export", "command", "a trained model as a file"),

@@ -32,8 +32,9 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         algo: A name, or a custom algorithm.
         rounds: Rounds of each run, at least 2.
         **options: As in `build.experiment`; small data are enough. By default half of
-            the clients are drawn in each round, and they train with SGD at a low rate,
-            an `mlp` for an epoch if there is no `dataset` either.
+            the clients are drawn in each round, and they train with SGD at a low rate.
+            Without a `dataset`, and with an algorithm whose preset is `none`, they
+            train an `mlp` for an epoch.
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")

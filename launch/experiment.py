@@ -327,7 +327,7 @@ def experiment(**given: Any) -> Experiment:
       function of the learning rate that makes one, such as `optax.adamw`;
     * `eval_metrics`: names, or functions `(logits, labels, mask) -> (sum, count)`, as a
       list or by name;
-    * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's numeric options.
+    * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's float options.
       Runs of all points are trained in one program, and none is chosen as the best;
     * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled without
       running, see `Experiment.cost_analysis`.

@@ -30,16 +30,16 @@ from fedjax_pfl import options, rng, shapes, types
 PARTITIONS = {
     "iid": "equal random parts",
     "contiguous": "equal runs of rows, in their order",
-    "dirichlet": "per class, fractions over clients ~ Dir(alpha), sizes capped",
+    "dirichlet": "per class, fractions ~ Dir(alpha) over clients below an equal share",
     "client_dirichlet": "per client, class mix ~ Dir(alpha), equal sizes",
-    "pathological": "classes_per_client classes for each client, in equal shards",
+    "pathological": "classes_per_client classes for each client, shared equally",
     "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
     "cdkt_code": "as cdkt, with images in the order of their files, as that code has",
     "cdkt_paper": "the same sizes, but random classes as in the CDKT paper",
     "pfllib_dirichlet": "as dirichlet, with the rows of PFLlib's clients",
     "pfllib_pathological": "classes_per_client classes, with the rows of PFLlib's",
-    "natural": "the client ids of an npz data set, or the owners of a text",
+    "natural": "the owners of the rows, where the data name them",
     "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
 DRAWS = client_dirichlet.DRAWS

@@ -93,8 +93,8 @@ class Run:
     )
     sweep: str = option(
         "",
-        "train every combination of values of the algorithm's numbers in one program, "
-        "such as 'client_lr=0.01,0.1;proximal_weight=0.1,1' for four pairs",
+        "train every combination of values of the algorithm's fractions in one "
+        "program, such as 'client_lr=0.01,0.1;proximal_weight=0.1,1' for four pairs",
     )
     workdir: str = option(
         "", "folder for results; default runs/<algo>-<dataset>-...", role=NOWHERE
@@ -141,8 +141,8 @@ class Data:
     )
     owner: str = option(
         "",
-        "column of the owners of a CSV file's or DataFrame's rows; default client or "
-        "owner",
+        "column of the owners of a CSV file's or DataFrame's rows; default client, "
+        "client_id, owner or owner_id",
         only="tables",
     )
     min_owner_examples: int = _image_option(
@@ -230,7 +230,7 @@ class Data:
     )
     classes_per_client: int | None = option(
         None,
-        "classes of each client (pathological, cdkt)",
+        "classes of each client (pathological, pfllib_pathological, cdkt)",
         minimum=1,
         needs={
             "partition": ("pathological", "pfllib_pathological", *partitions.cdkt.KINDS)
@@ -316,7 +316,7 @@ class Training:
     availability: str = option(
         "",
         "chance that a client is available in a round, or file:PATH, a JSON list with "
-        "each client's chance, or its list of chances (0 or 1) in rounds that repeat; "
+        "each client's chance, or its list of chances by round, which repeats; "
         "a round draws among available clients, at least one",
     )
     interrupted: float = option(

@@ -118,6 +118,9 @@ class Workdir(loop.Listener):
                 run left it.
         """
         if not self._has_begun:
+            must_start = self.run.simulation.rows.needs_start
+            if must_start and not processes.on_first(self._is_of_a_run):
+                self.run.start()  # refuses clients that begin with unequal rows
             done = self._shared(self._prepare)
             if done is None:
                 processes.on_first(self._take_over)
@@ -154,6 +157,9 @@ class Workdir(loop.Listener):
                     "--workdir"
                 ) from error
         return found
+
+    def _is_of_a_run(self) -> bool:
+        return (self.path / RUN_FLAGS).exists()
 
     def _prepare(self) -> dict[str, Any] | None:
         config = self.run.config

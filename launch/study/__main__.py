@@ -54,7 +54,9 @@ class Options:
         excludes={"table": option_lib.ON},
     )
     report: bool = option(
-        False, f"also write {study.REPORT}, tables.md and a picture of each sheet"
+        False,
+        f"also write {study.REPORT}, tables.md and a picture of each sheet; of --table "
+        "tables.md, tables.tex, and a page and two pictures of each setting",
     )
     dry_run: bool = option(
         False,

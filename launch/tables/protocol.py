@@ -230,8 +230,9 @@ class Study:
         names = [_slug(one) for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
         every = self._hashes[setting][base]
-        kept = {name: every[name] for name in ("data", "own", "split")}
-        hashes = kept | {"split": every.get(split, kept["split"])}
+        # Earlier versions had no hashes of the clients' rows.
+        kept = {one: every[one] for one in ("data", "own", "split") if one in every}
+        hashes = kept | ({"split": every[split]} if split in every else {})
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
 
@@ -551,7 +552,7 @@ class Study:
         splits = made.split_sha256, trials.split_sha256(made)
         if made.examples_sha256 != known["data"]:
             changed = "the data"
-        elif known["split"] not in splits:
+        elif known.get("split", splits[0]) not in splits:
             changed = "the rows of the clients"
         if changed:
             raise ValueError(

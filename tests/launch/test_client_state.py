@@ -228,6 +228,15 @@ def test_many_rows_are_hashed_where_they_have_trained(vectors, monkeypatch):
     assert len(found) == 2
 
 
+def test_clients_that_begin_with_rows_of_their_own(vectors, tmp_path):
+    """They are refused before a folder is made, whatever room the devices have."""
+    own = {"algo": "dfedavg", "shared_init": False, "workdir": str(tmp_path / "run")}
+    run = made(vectors, "host", **own)
+    with pytest.raises(ValueError, match="--client_state: .* a row of its own"):
+        run.run(progress=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_full_disk_and_later_room(vectors, tmp_path, monkeypatch):
     """A run that stopped there goes on, and ends as one that never did."""
     rows, folder = tmp_path / "rows", str(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pathlib
 import re
 import shutil
 import zipfile
@@ -17,6 +18,7 @@ from launch.machine import memory
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
 
+KEPT = pathlib.Path(build.__file__).parent / "studies" / "methods"
 GEN = np.random.default_rng(3)
 X = GEN.normal(size=(200, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int) + 2 * (X[:, 1] > 0.3)
@@ -450,6 +452,14 @@ def test_changed_clients_are_refused(tmp_path, tune):
     rows = rows[::-1]
     with pytest.warns(UserWarning, match="the rows of the clients have changed since"):
         assert study().run(progress=False).failed
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist", "femnist_writers"])
+def test_kept_studies_open(name):
+    """Studies of earlier versions are finished, as RESULTS.md says of these files."""
+    study = build.load(KEPT / f"{name}.zip")
+    assert all(line.endswith(" finished") for line in study.lines())
+    assert all(all(study.runs(setting).values()) for setting in study.settings)
 
 
 def test_wilcoxon_is_scipy_s():
