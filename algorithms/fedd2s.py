@@ -38,7 +38,8 @@ cannot enter layer l. The schedule of Eq. 6 stops at `--min_layer`. The mean is 
 round's clients (Algorithm 1), not over all (Eq. 11). The server's head is sent in place
 of v, as Eq. 12 needs it. The KL target is the teacher. J is off at l = 1, where both
 sides are equal at the start of a round and Adam would step on rounding noise. The
-server's first layer is never used. Left out as useless: literal Eq. 9 with a gradient
+server's first layer is never used. Features are uploaded once, of images as they are,
+also with `--augment`. Left out as useless: literal Eq. 9 with a gradient
 through its target, means over clients that left, independent initialisations, KL on the
 last layer of the MSE variant, and sets of `removed` layers (`--min_layer` does it).
 """
@@ -136,7 +137,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
         movable = deep & kept[1] & (has_heads | kept)  # l = 1: no J
         both = fp.Objective(distil, movable), fp.Objective(supervised, deep)
-        client = client.fresh()
+        client = client.fresh().replace(data=client.data.replace(augment="none"))
         return fp.train(hparams, both, server, client, tag="engine.server").split()
 
     def server_to_client(client: fp.Client, server: fp.Variables):

@@ -38,7 +38,8 @@ since both passes shuffle and the teacher is looked up by batch number, while he
 tables are aligned by sample. Also left out are the code's order with the previous
 round's logits, its other label adjustment, uploads from a deeper layer, and
 distillation of the classifier alone. The server has all label frequencies from the
-start. A client's optimizer starts fresh in both phases, or continues between them
+start, and features of images as they are, also with `--augment`, as they are uploaded
+once. A client's optimizer starts fresh in both phases, or continues between them
 (`--optimizer_state=persist`).
 """
 
@@ -139,6 +140,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return gap + hparams.distill_weight * hard, stats
 
         objectives = (fp.Objective(loss_fn, deep),)
+        client = client.replace(data=client.data.replace(augment="none"))
         given = {"opt_state": opt_state, "tag": "engine.server"}
         trained = fp.train(hparams, objectives, server, client, **given)
         return trained.variables, trained.opt_state

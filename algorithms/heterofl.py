@@ -139,6 +139,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             size = jnp.minimum(size, wanted)
             rows = rows[spread.astype(jnp.int32)]
         num_batches = -(-size // hparams.batch_size)
+        if hparams.static_norm == "average":
+            # A norm of single values has no statistics in a last batch of one row.
+            num_batches -= (size > 1) & (size % hparams.batch_size == 1)
         batches = stacked.in_batches(rows, hparams.batch_size)
         nothing = jax.tree.map(jnp.zeros_like, own.stats)
 

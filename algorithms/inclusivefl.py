@@ -89,7 +89,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
         parts = _parts(server.params, held, is_last)
         objective = fp.Objective(loss_fn, parts, held)
-        return fp.train(hparams, (objective,), server, client)
+        own = client.replace(model=client.model and model)  # its last exit answers
+        return fp.train(hparams, (objective,), server, own)
 
     def is_last(cohort: fp.Cohort) -> jax.Array:
         """bool[C, L]: the stage in which a client trains the exit."""

@@ -26,7 +26,10 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 Differs from the paper: means are without weights, and outputs of convolutions are not
 rescaled. Norms have running statistics, averaged over the clients that trained the
 base. A budget n is reported as `exit<n>_accuracy`, as DepthFL's exits are. All N bases
-are served, also where `--max_level` lets clients train fewer.
+are served, also where `--max_level` lets clients train fewer. A round's places in the
+queue begin at its number times its clients, so that with rounds of different sizes
+(`--availability`) the queue skips and repeats places, and bases are first about, and
+not exactly, equally often.
 """
 
 import dataclasses

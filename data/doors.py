@@ -53,6 +53,16 @@ def opened(
     one-line ValueError: what came, and what to give instead.
     """
     held: dict[str, Any] = {}
+    if isinstance(given, Mapping) and "train" in given:
+        odd = sorted(map(str, {*given} - {*SPLITS}))
+        are_columns = [
+            hasattr(x, "dtype") or isinstance(x, list) for x in given.values()
+        ]
+        if odd and not any(are_columns):
+            raise ValueError(
+                f"dataset: {labels.listed(odd)} beside train: parts are called "
+                f"{', '.join(SPLITS)}; rename a client of these names"
+            )
     if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
         several = [name for name in SPLITS[2:] if name in given]
         if len(several) > 1:

@@ -51,7 +51,8 @@ def make(
 
     Args:
         client_update: `(client, server) -> Trained`, the model to average. With `own`
-            it returns `(Trained, the client's new private row)`.
+            it returns `(Trained, the client's new private row)`, the row like
+            `client.own` in structure, shapes and dtypes.
         own: From the first model to each client's private row before round 0, which
             arrives as `client.own`. None = clients keep nothing.
         sent: What of the model travels and is averaged; None = all. The server's other
@@ -90,7 +91,7 @@ def make(
 
     def update(client: each_client.Client, server: types.Variables):
         out = client_update(client, server)
-        trained, row = (out, ()) if own is None else out
+        trained, row = _checked(out, own is not None)
         rest, variables = trained.split()
         return (rest, row), variables if sent is None else sent.sent(variables)
 
@@ -136,3 +137,17 @@ def make(
         opt_state=opt_state,
         adapt=adapt and adapted,
     )
+
+
+def _checked(out: Any, has_row: bool) -> tuple[each_client.Trained, Any]:
+    """A client update's result and row; a ValueError says what it should return."""
+    wanted, pair = "Trained", (out, ())
+    if has_row:
+        wanted, pair = "(Trained, the client's new private row)", out
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    if not is_pair or not isinstance(pair[0], each_client.Trained):
+        raise ValueError(
+            f"client_update returned a {type(out).__name__}, expected {wanted}, where "
+            "Trained is what local_training.train returns"
+        )
+    return pair

@@ -263,11 +263,11 @@ class Round(NamedTuple):
             return state.after(cohort, rows, **changed)
         if len(rows) == 1:
             return state.after(cohort, tuple(rows), **changed)
-        clients = tuple(
-            stacked.put(mine.state.clients, mine.cohort.row, own)
-            for mine, own in zip(self.groups, rows, strict=True)
-        )
-        return state.after(clients=clients, **changed)
+        clients = []
+        for mine, own in zip(self.groups, rows, strict=True):
+            stacked.check_new(mine.state.clients, own)
+            clients.append(stacked.put(mine.state.clients, mine.cohort.row, own))
+        return state.after(clients=tuple(clients), **changed)
 
 
 def _clients(

@@ -41,7 +41,7 @@ class LocalTraining:
     drop_last: bool = option(
         False,
         "leave out the rows of an epoch that do not fill a batch, as PyTorch's loaders "
-        "may; a client with fewer than --batch_size rows takes no step",
+        "may; a client with fewer rows than a step takes does none",
     )
     client_optimizer: str = option(
         "sgd", "optimizer of the local steps", choices=optimizer.NAMES
@@ -267,6 +267,11 @@ def _masks(
     mask = objective.trainable
     mask = mask(batch) if callable(mask) else mask
     mask = as_prefix(jnp.ones(num_stages, bool) if mask is None else mask)
+    if len(mask) != num_stages:
+        raise ValueError(
+            f"Objective(trainable=) has {len(mask)} parts, the model {num_stages} "
+            "stages; give one bool for each, or one for all"
+        )
     if objective.held is not None:
         return mask, as_prefix(objective.held)
     return mask, tuple(optimizer.any_of(part) for part in mask)
@@ -286,7 +291,7 @@ def train(
     Args:
         hparams: Optimizer, learning rate and its decay, clipping.
         objectives: Steps taken one after another on every batch, which share the
-            optimizer state, or the loss of the only one.
+            optimizer state, or the only one; each is an `Objective` or its loss.
         start: The model before training.
         client: Its examples and its steps. Steps after the client's own change nothing.
         opt_state: One optimizer state per stage to begin with and to return; None = the
@@ -307,7 +312,8 @@ def train(
         1.0
     """
     if callable(objectives):
-        objectives = (Objective(objectives),)
+        objectives = (objectives,)
+    objectives = tuple(Objective(one) if callable(one) else one for one in objectives)
     measures = [one.measure or (lambda grads: ()) for one in objectives]
     data = client.data
     tx = optimizer.make(hparams, optimizer.learning_rate(hparams, client.round))

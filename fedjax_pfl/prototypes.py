@@ -58,7 +58,8 @@ def of_client(
 ) -> tuple[jax.Array, jax.Array]:
     """`means` of a model on all train rows of a client, in eval mode.
 
-    A client that takes no step has none, so that padding costs nothing.
+    They need no step. A client without rows has none, and a chunk of padding none
+    either, so that it costs nothing.
     """
 
     def sums(batch: local_training.Batch) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +68,7 @@ def of_client(
         return _sums(h, batch.label, batch.mask, num_classes)
 
     nobody = client.data.partition.train.count.shape[0]
-    asked = jnp.where(client.plan.num_steps > 0, client.id, nobody)
+    asked = jnp.where(client.is_here, client.id, nobody)
     given = client.data, asked, batch_size, client.stream("prototypes")
     total, rows = local_training.sum_over_rows(sums, *given)
     return total / jnp.maximum(rows, 1)[:, None], rows

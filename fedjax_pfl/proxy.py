@@ -12,6 +12,7 @@ from fedjax_pfl import (
     each_client,
     execution,
     local_training,
+    optimizer,
     options,
     over_devices,
     rng,
@@ -171,12 +172,14 @@ def fit(
     batches: jax.Array,
     epochs: int,
     key: jax.Array,
+    clip_norm: float | jax.Array = 0.0,
     is_active: jax.Array | None = None,
 ) -> types.Variables:
     """Trains a model for `epochs` over the proxy batches in fixed order.
 
-    `loss_fn` gets a `Batch` in which `step` is the index of the proxy batch. Where
-    `is_active` bool[] is False nothing is done.
+    `loss_fn` gets a `Batch` in which `step` is the index of the proxy batch. Gradients
+    are clipped at the global norm `clip_norm`, 0 = never. Where `is_active` bool[] is
+    False nothing is done.
     """
     num_batches = batches.shape[0]
 
@@ -186,6 +189,7 @@ def fit(
         batch = batch_at(data, batches, index % num_batches, own)
         gradient = jax.value_and_grad(loss_fn, has_aux=True)
         (_, stats), grads = gradient(params, stats, batch)
+        grads = optimizer.clip(grads, clip_norm, True)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), stats, opt_state
 

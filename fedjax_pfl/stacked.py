@@ -25,9 +25,33 @@ def put(tree: Any, row: jax.Array, values: Any) -> Any:
     )
 
 
+def check_new(rows: Any, values: Any) -> None:
+    """Raises ValueError unless `values` [C, ...] are private rows like leaves [K, ...].
+
+    They need the structure, the shapes behind the first axis and the dtypes, as `put`
+    would broadcast and convert silently.
+    """
+    if jax.tree.structure(rows) != jax.tree.structure(values):
+        raise ValueError(
+            "a client's new private row is built in another way than `client.own`; "
+            "return a row like it"
+        )
+    for held, new in zip(*map(jax.tree.leaves, (rows, values)), strict=True):
+        if (held.dtype, held.shape[1:]) != (new.dtype, new.shape[1:]):
+            held, new = (f"{x.dtype}{list(x.shape[1:])}" for x in (held, new))
+            raise ValueError(
+                f"a client's private row holds {held}, and its update returns {new} "
+                "for it; return a row like `client.own`"
+            )
+
+
 def repeat(tree: Any, count: int) -> Any:
     """`count` equal rows: leaves [...] become [count, ...], in separate buffers."""
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf[None], count, axis=0), tree)
+
+    def one(leaf: Any) -> jax.Array:
+        return jnp.repeat(jnp.asarray(leaf)[None], count, axis=0)
+
+    return jax.tree.map(one, tree)
 
 
 def zeros(like: Any, *lead: int) -> Any:

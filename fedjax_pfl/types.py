@@ -594,9 +594,12 @@ class RoundState:
         `rows` are the present private rows of the cohort's clients, leaves [C, ...] of
         `clients`; None = no client's row has changed. `changed` are other changed
         fields: `server=`, or all of `clients=`.
+
+        Raises ValueError if a row differs from `clients` in structure, shape or dtype.
         """
         number = exchange.behind(self.round, changed)
         if rows is not None:
+            stacked.check_new(self.clients, rows)
             given = self.clients, cohort.row, rows, number
             changed["clients"], number = exchange.put(*given)
         return self.replace(round=number + 1, **changed)

@@ -376,7 +376,10 @@ def load(path: Any, **given: Any) -> Experiment:
     recorded = processes.on_first(read)
     algo = given.get("algo", recorded["algo"])
     if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
-        raise ValueError(f"{path}: --algo={algo} was a custom algorithm; give algo=...")
+        raise ValueError(
+            f"{path}: --algo={algo} was a custom algorithm; in Python, "
+            "build.load(..., algo=...) opens it"
+        )
     registry.algorithm(algo)
     with files.named(str(flags_path)):
         options = flagfile.RunFlags(recorded).typed(algo)

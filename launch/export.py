@@ -7,6 +7,7 @@ run from it, unless it is a program, `.stablehlo`. The folder is not changed.
 
 import dataclasses
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 
 from fedjax_pfl.options import option
@@ -51,7 +52,10 @@ def command(argv: list[str]) -> None:
             raise ValueError("--client and --owner name a client twice; omit one")
         seed = None if asked.seed == -1 else asked.seed
         point = _point(asked.point, experiment.points)
-        path = experiment.save_model(asked.output, client, seed, point)
+        with warnings.catch_warnings(record=True) as notes:
+            path = experiment.save_model(asked.output, client, seed, point)
+        for note in notes:
+            print(note.message)
         if experiment.owners and isinstance(client, int):
             print(f"client {client} is the owner {experiment.owners[client]}")
         print(path)

@@ -5,6 +5,7 @@ SIGTERM ends the run after the current call (about 10 seconds of work), saves it
 prints the command that continues it.
 """
 
+import shlex
 import sys
 from typing import Any
 
@@ -58,10 +59,11 @@ def _execute(
     experiment.train(stop, folder)
     if not experiment.is_over:
         is_script = sys.argv[:1] == ["fedjax-pfl run"]
+        same = f"--flagfile={folder.path / 'run.flags'}", f"--workdir={folder.path}"
         say(
             f"stopped after round {experiment.round}; continue with: "
             f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "
-            f"--flagfile={folder.path / 'run.flags'} --workdir={folder.path} --resume",
+            f"{shlex.join([*same, '--resume'])}",
             file=sys.stderr,
         )
         raise SystemExit(128 + stop.signal)

@@ -1,6 +1,7 @@
 """The options of an algorithm's run: names, types, groups and defaults."""
 
 import dataclasses
+import inspect
 import pathlib
 import tomllib
 import typing
@@ -24,6 +25,12 @@ def algorithm(algo: Any) -> algorithms.Entry:
         return known[algo]
     if isinstance(algo, algorithms.Entry):
         return algo
+    is_unbound = isinstance(algo, type) and inspect.isfunction(
+        inspect.getattr_static(algo, "make", None)
+    )
+    if is_unbound and "self" in inspect.signature(algo.make).parameters:
+        name = algo.__name__
+        raise ValueError(f"algo: {name}.make takes self; give an object, {name}()")
     has_options = dataclasses.is_dataclass(getattr(algo, "HParams", None))
     if not has_options or not callable(getattr(algo, "make", None)):
         raise ValueError(

@@ -3,6 +3,7 @@
 import functools
 import numbers
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from launch.assemble import model_files
 from launch.config import limits
 from launch.machine import processes
 from launch.models_out import program_file
+from launch.run import summaries
 from launch.run.run import Run
 
 BATCH = 256
@@ -221,11 +223,15 @@ def find(
 ) -> ClientModel:
     """Finds the present personalized model of a client, or the server's first model.
 
+    A warning says so if the run's summary is that of an earlier round.
+
     Raises:
         ValueError: there is no such client, seed, point or model.
     """
     processes.meet("a client's or the server's model")
     index, config = run.seed_index(seed), run.config
+    if line := _other_round(run, index, run.variant(seed, point)):
+        warnings.warn(f"note: {line}", stacklevel=3)
     if client_id is not None:
         client_id = number_of(run, client_id)
     run.start()
@@ -246,6 +252,21 @@ def find(
 
     names = config.layout, run.classes, run.columns
     return ClientModel(model, variables, data, *sizes, *names, rows)
+
+
+def _other_round(run: Run, index: int, variant: int) -> str:
+    """A line if the summary is of an earlier round than the models, else nothing."""
+    rule = run.config.summary
+    if rule not in summaries.CHOSEN_BY or not run.metrics:
+        return ""
+    best = run.best_round(variant)
+    if best == run.round:
+        return ""
+    return (
+        f"these are models of round {run.round}, and the summary of seed "
+        f"{run.seeds[index]} is that of round {best}, by --summary={rule}; "
+        f"run(until={best}) of a new experiment ends with its models"
+    )
 
 
 def _found(

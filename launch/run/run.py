@@ -215,9 +215,9 @@ class Run:
         if not self.metrics or self.metrics[-1]["round"] < self.round:
             return False
         every = range(self.simulation.variants.count)
-        return all(self.round - self._best_round(one) >= patience for one in every)
+        return all(self.round - self.best_round(one) >= patience for one in every)
 
-    def _best_round(self, index: int) -> int:
+    def best_round(self, index: int) -> int:
         """The round of a variant that is the best so far, by `--summary`.
 
         Without any, as after a divergence, the present one counts.
@@ -292,7 +292,7 @@ class Run:
     def _slot(self, index: int) -> int | None:
         """The place of this round in a variant's `client_accuracies`, None = none."""
         if self.config.summary in summaries.CHOSEN_BY:
-            return 0 if self._best_round(index) == self.round else None
+            return 0 if self.best_round(index) == self.round else None
         return self.window.index(self.round) if self.round in self.window else None
 
     def extend(self, rounds: int) -> Self:
@@ -422,7 +422,7 @@ class Run:
         if self.history is not None:
             rounds, found = done, self.history.stacked
         elif self.config.summary in summaries.CHOSEN_BY:
-            best = [self._best_round(index) for index in range(count)]
+            best = [self.best_round(index) for index in range(count)]
             several = slice(0, min(len(done), 1))
             found = self.client_accuracies[:, several]
             return np.array([best])[several], np.moveaxis(found, 1, 0)
@@ -531,7 +531,7 @@ class Run:
         """The best round of each seed by `--summary`, at a point of a sweep."""
         index = self.simulation.variants.index
         return {
-            seed: (self._best_round(index(number, point)),)
+            seed: (self.best_round(index(number, point)),)
             for number, seed in enumerate(self.seeds)
         }
 

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data import files
-from fedjax_pfl import json_text
+from fedjax_pfl import json_text, metric_kinds
 from launch import compare
-from launch.config import registry, sweep
+from launch.config import registry, schema, sweep
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
@@ -126,6 +126,21 @@ class Study:
                 if name in options:
                     raise ValueError(f"study: {name} is decided by the study; omit it")
 
+    def _check_metrics(self, config: schema.Config, has_val: bool) -> None:
+        """Refuses metrics that no run has without an option that is not given."""
+        validates, is_tuned = metric_kinds.VALIDATION, _EPOCHS in self.tune
+        for name in self.metrics:
+            plain = name.removeprefix(validates)
+            of_unseen = plain.startswith("unseen_")
+            is_later = plain.removeprefix("unseen_").startswith("fine_tuned_")
+            needs = {
+                "val_split": name != plain and not has_val,
+                "unseen_clients": of_unseen and not config.unseen_clients,
+                _EPOCHS: is_later and not config.fine_tune_epochs and not is_tuned,
+            }
+            if lacking := [option for option in needs if needs[option]]:
+                raise ValueError(f"study: metrics: {name} needs {lacking[0]}")
+
     def _check_row(self, what: str, name: str) -> None:
         """Refuses a name that is no row's; "" is none."""
         if name and name not in self.rows:
@@ -158,6 +173,7 @@ class Study:
             compared = compare.compare(self._bases, run=False, **given)
             first = next(iter(compared.values()))
             has_val = not isinstance(first.data.partition.val, tuple)
+            self._check_metrics(first.config, has_val)
             if self.tune and not has_val:
                 raise ValueError(
                     "study: tune chooses by validation rows; give val_split, or your "
@@ -205,7 +221,11 @@ class Study:
         for name in self.tune:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
-        notes += filter(None, map(derived.unusual, self.metrics))
+        odd = list(filter(None, map(derived.unusual, self.metrics)))
+        of_names = all(isinstance(own["algo"], str) for own in self._bases.values())
+        if odd and of_names and not first.config.eval_metrics:
+            raise ValueError(f"study: metrics: {odd[0]}")
+        notes += odd
         prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
         self._body = {"study": PACKED, "given": self._given}
         self._body["prepared"] = trials.as_json(prepared)

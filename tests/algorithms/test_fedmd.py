@@ -203,6 +203,14 @@ def test_consensus_gap(kind):
     np.testing.assert_allclose(slope, hand, rtol=1e-4, atol=1e-6)
 
 
+def test_rounding_is_no_gap():
+    """Equal models, whose mean differs by rounding, do not move in the first round."""
+    z, mask = jnp.float32([[3.0, -2.0, 0.5]]), jnp.array([True])
+    slope = jax.grad(fedmd.consensus_gap, argnums=1)
+    assert not slope("mae", z, z + 1e-6, mask).any()
+    assert slope("mae", z, z + 1e-3, mask).all()
+
+
 @pytest.mark.parametrize(
     ("taken", "expected"),
     [

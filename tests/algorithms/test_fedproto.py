@@ -120,6 +120,21 @@ def reference(state, cohort, table, values):
     return own, sent, after
 
 
+def test_a_client_without_a_step_sends_its_prototypes(run, problem, task, cohort_at):
+    """Eq. 3 needs no step, as with `--drop_last` and few rows."""
+    state, cohort = state_of(), cohort_at(1)
+    plan = cohort.plans["local"]
+    first = int(jnp.argmax(cohort.row_mask))
+    steps = jnp.asarray(plan.num_steps).at[first].set(0)
+    idle = cohort.replace(plans={"local": plan.replace(num_steps=steps)})
+    _, _, every = run("examples", state, cohort)
+    after, _, messages = run("examples", state, idle)
+    np.testing.assert_array_equal(messages["prototypes up"], every["prototypes up"])
+    number = int(cohort.client_id[first])
+    own = [private(one, number) for one in (state, after)]
+    chex.assert_trees_all_equal(*own)
+
+
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_rounds_equal_a_numpy_reference(name, run, problem, task, cohort_at):
     """Models, prototypes and bytes of two rounds; every option matters."""

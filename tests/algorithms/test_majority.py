@@ -66,6 +66,16 @@ def test_answers_the_biggest_class(data, task):
     np.testing.assert_allclose(values["global_accuracy"], 3 / 9)
 
 
+def test_a_client_without_train_rows_answers_as_the_server(data, task):
+    """As newcomers do, of which no table has the train rows."""
+    train = data.partition.train
+    none = train.replace(count=train.count.at[1].set(0))
+    data = data.replace(partition=data.partition.replace(train=none))
+    state = majority.make(majority.HParams(), task).init(data, jax.random.key(0))
+    np.testing.assert_array_equal(state.clients[1], state.server)
+    np.testing.assert_array_equal(state.server, [5, 4, 1, 1])
+
+
 def test_test_labels_do_not_matter(data, task):
     """The control knows the train rows only."""
     made = majority.make(majority.HParams(), task)

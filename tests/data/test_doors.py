@@ -341,6 +341,11 @@ def test_official_test_rows_of_a_table():
         ({"a": Y, "y": Y[:5]}, None, "number of rows: a has 12, y has 5; give one"),
         ({"a": 1, "y": Y}, None, "number of rows: a has 1, y has 12; give one"),
         ((X, Y), TABLE, "dataset is arrays and test is a table; give one form"),
+        (
+            {"train": (X, Y), "testing": (X, Y)},
+            None,
+            "testing beside train: parts are called train, test, .* rename a client of",
+        ),
     ],
 )
 def test_what_is_not_taken(given, test, words):

@@ -81,6 +81,29 @@ def test_a_round(tables, kind, expected, chunk):
     assert sent == {"model down": 1, "model up": 1}
 
 
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (lambda out: out[0], "a Trained, expected .Trained, the client's new private"),
+        (lambda out: (out[0].variables, out[1]), "returned a tuple, expected .Trained"),
+        (lambda out: (out[0], out[1].astype(int)), "holds float32.., .* returns int32"),
+        (lambda out: (out[0], out[1][None]), "float32.., .* returns float32.1. for it"),
+        (lambda out: (out[0], (out[1],)), "is built in another way than .client.own."),
+    ],
+)
+def test_updates_that_return_something_else(tables, out, words):
+    """A row of another shape would be broadcast, of another type converted."""
+    data, cohort = tables
+
+    def other(client, server):
+        return out(client_update(client, server))
+
+    given = averaging.Averaging(), task(1), other
+    method = averaging.make(*given, own=lambda server: 0.0)
+    with pytest.raises(ValueError, match=words):
+        method.round(method.init(data, jax.random.key(0)), cohort, data)
+
+
 def test_clients_may_keep_nothing(tables):
     """Then no row is made, and the update returns what was trained alone."""
     data, cohort = tables

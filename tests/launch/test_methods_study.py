@@ -70,12 +70,32 @@ def test_choices_are_the_best_validation(done):
     assert len(done.choices()) == 3
 
 
-def test_metrics_that_resemble_ours_are_named():
+def test_metrics_that_resemble_ours_are_refused():
     """Before anything runs; those of exits, classes and own ones are not."""
-    names = ["clinet_accuracy", "val_client_accuracy", "exit2_accuracy", "hurt", "mine"]
-    (found,) = [one for one in made(metrics=names).notes if "the metric" in one]
-    assert found.startswith("the metric clinet_accuracy is none of this package; did ")
-    assert found.endswith(" client_accuracy?")
+    names = ["val_client_accuracy", "exit2_accuracy", "hurt", "mine"]
+    assert not [one for one in made(metrics=names).notes if "the metric" in one]
+    wanted = "metric clinet_accuracy is none of this package; did you mean client_acc"
+    with pytest.raises(ValueError, match=f"^study: metrics: the {wanted}uracy.$"):
+        made(metrics=["clinet_accuracy"])
+    # A metric of one's own may have such a name.
+    (note,) = made(metrics=["clinet_accuracy"], eval_metrics="macro_f1").notes[-1:]
+    assert wanted in note
+
+
+@pytest.mark.parametrize(
+    "name, option, given",
+    [
+        ("val_client_accuracy", "val_split", {"val_split": 0.0, "tune": {}}),
+        ("unseen_accuracy", "unseen_clients", {}),
+        ("val_unseen_accuracy", "unseen_clients", {}),
+        ("fine_tuned_accuracy", "fine_tune_epochs", {"fine_tune_epochs": 0}),
+    ],
+)
+def test_metrics_that_no_run_has_are_refused(name, option, given):
+    """The option that a metric needs is named before anything runs."""
+    methods = {"methods": ["fedavg"], "control": ""} | given
+    with pytest.raises(ValueError, match=f"^study: metrics: {name} needs {option}$"):
+        made(metrics=[name], **methods)
 
 
 def test_test_rows_choose_nothing():

@@ -1,6 +1,7 @@
 """Validation rows, clients that never train, and models adapted before measuring."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -354,6 +355,13 @@ def test_the_best_round(tmp_path, summary, by):
         assert kept["best_round"][place] == best["round"]
         mean = np.nanmean(kept["accuracy"][place, 0])
         assert mean == pytest.approx(best["client_accuracy"])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            experiment.predict(0, X[:1], seed=seed)
+        # Models are those of the last round.
+        assert len(said) == (best["round"] < 6)
+        line = f"summary of seed {seed} is that of round {best['round']}, by"
+        assert all(line in str(one.message) for one in said)
 
 
 def test_early_stop(tmp_path):
@@ -400,6 +408,7 @@ MOMENTS = {
     "ditto": {},
     "cdkt": {"proxy_fraction": 0.1},
     "depthfl": {"model": "with_exits", "level_mix": "1:1:1", "feddyn_alpha": 0.0},
+    "inclusivefl": {"model": "with_exits", "level_mix": "1:1:1", "levels": "maximum"},
 }
 
 
@@ -407,7 +416,7 @@ MOMENTS = {
 def test_what_training_left(algo, monkeypatch):
     """With one client a round it is that client's new model; all else is unchanged."""
     given = {"algo": algo, "clients_per_round": 1, "eval_every": 1, "val_split": 0.2}
-    if algo == "depthfl":
+    if "model" in MOMENTS[algo]:
         monkeypatch.setitem(models.MODELS, "with_exits", toy.with_exits)
     one, both = (
         ran(**given | MOMENTS[algo], eval_moments=m, rounds=3)

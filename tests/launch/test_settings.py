@@ -392,7 +392,10 @@ def test_clash_with_a_common_option():
 
 @pytest.mark.parametrize("algo", [fedavg.make, 3, types.SimpleNamespace(HParams=int)])
 def test_what_is_no_algorithm(algo):
-    """Neither a name nor an object with HParams and make."""
+    """Neither a name nor an object with HParams and make, which takes no class."""
+    own = type("Own", (), {"HParams": dict, "make": lambda self, hparams, task: None})
+    with pytest.raises(ValueError, match=r"Own.make takes self; .* object, Own\(\)$"):
+        registry.algorithm(own)
     with pytest.raises(ValueError, match="expected a name, or an object"):
         build.experiment(algo=algo)
 
