@@ -17,7 +17,8 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 
 | paper | here |
 |---|---|
-| base networks w_b | `state.server`, leaves [N, ...], N = `--num_bases` |
+| base networks w_b | `state.server["model"]`, leaves [N, ...], N = `--num_bases` |
+| place of the queue | `state.server["queued"]`, the bases popped so far |
 | S_b, f_n | the clients that train base b; the model of budget n |
 | f, eta | the logits of a base, `--client_lr` |
 | budget of a client | `cohort.level` (`--levels`, `--level_mix`) |
@@ -26,10 +27,7 @@ with it (Appendix A.2 of https://openreview.net/forum?id=pf8RIZTMU58).
 Differs from the paper: means are without weights, and outputs of convolutions are not
 rescaled. Norms have running statistics, averaged over the clients that trained the
 base. A budget n is reported as `exit<n>_accuracy`, as DepthFL's exits are. All N bases
-are served, also where `--max_level` lets clients train fewer. A round's places in the
-queue begin at its number times its clients, so that with rounds of different sizes
-(`--availability`) the queue skips and repeats places, and bases are first about, and
-not exactly, equally often.
+are served, also where `--max_level` lets clients train fewer.
 """
 
 import dataclasses
@@ -76,7 +74,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         # Places in the queue follow the ids, so that padding and order do not matter.
         is_before = cohort.client_id < cohort.client_id[:, None]
         place = (is_before & cohort.row_mask).sum(1)
-        place += state.round * cohort.row_mask.sum()
+        place += state.server["queued"]
         key = rng.stream(state.key, "levels.queue")
         first = first_bases(key, place, num_bases)
 
@@ -120,6 +118,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         bases = [task.init(base, own) for own in keys]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *bases)
 
+    def server_update(server: Any, trained: Any, own: Any, cohort: Any, mean: Any, _):
+        """The mean of each base; the queue goes on behind the round's clients."""
+        queued = server["queued"] + cohort.row_mask.sum(dtype=jnp.int32)
+        return {"model": mean(trained.variables), "queued": queued}, None
+
     def budget(state: fp.RoundState, count: int):
         """The first `count` bases as one model: the mean of their logits."""
 
@@ -128,7 +131,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return out.mean(0), stats
 
         model = base._replace(name=f"{count} x {base.name}", forward=forward)
-        return model, jax.tree.map(lambda leaf: leaf[:count], state.server)
+        return model, jax.tree.map(lambda leaf: leaf[:count], state.server["model"])
 
     def server(state: fp.RoundState, data: fp.Data):
         """Every budget, the largest first."""
@@ -148,6 +151,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         client_update,
         init=init,
         own=picked,
+        beside=lambda _: {"queued": jnp.int32(0)},
+        server_update=server_update,
         server=server,
         opt_state=lambda fresh: stacked.repeat(fresh(shape.params), num_bases),
     )

@@ -47,18 +47,18 @@ def rounds(compiled, problem, first):
 
 def test_bases_start_apart(first):
     """Each from its own key: equal ones would answer as one."""
-    bases = [plain.layers(plain.at(first.server.params, n)) for n in range(4)]
+    bases = [plain.layers(plain.at(first.server["model"].params, n)) for n in range(4)]
     for one, other in itertools.combinations(bases, 2):
         assert plain.differs(one[0], other[0], 1e-3)
 
 
-def picks(state, cohort):
+def picks(state, cohort, popped):
     """The bases of each client, recomputed in the order of the clients' ids."""
     ids = sorted(plain.members(cohort))
     key = jax.random.fold_in(state.key, 20)
     out = {}
     for rank, number in enumerate(ids):
-        place = int(state.round) * len(ids) + rank
+        place = popped + rank
         own = jax.random.fold_in(jax.random.fold_in(key, 20), place // 4)
         first = int(jax.random.permutation(own, 4)[place % 4])
         words = jax.random.fold_in(state.key, 21)
@@ -73,19 +73,22 @@ def picks(state, cohort):
 def test_rounds_equal_a_numpy_reference(rounds, problem):
     """Each base is the mean over those who trained it, from its own start."""
     made, seen = rounds
-    trained_bases = []
+    trained_bases, popped = [], 0
     for state, cohort, after, metrics, sent in seen:
-        start = [plain.layers(plain.at(state.server.params, n)) for n in range(4)]
+        start = [
+            plain.layers(plain.at(state.server["model"].params, n)) for n in range(4)
+        ]
         copies, losses = {n: [] for n in range(4)}, []
-        chosen = picks(state, cohort)
+        chosen = picks(state, cohort, popped)
+        popped += len(chosen)
         for one in plain.clients(state, cohort, problem.table):
             for base in chosen[one.number][: cohort.level[one.row]]:
                 copies[base].append(one.train(start[base], plain.Sgd(0.1)))
                 losses.append(sum(len(rows) for _, rows, _ in one.steps()))
         for base, found in copies.items():
-            new = plain.at(after.server.params, base)
+            new = plain.at(after.server["model"].params, base)
             if not found:
-                old = plain.at(state.server.params, base)
+                old = plain.at(state.server["model"].params, base)
                 chex.assert_trees_all_equal(new, old)
                 continue
             expected = plain.mean(found, np.ones(len(found)))
@@ -101,13 +104,25 @@ def test_rounds_equal_a_numpy_reference(rounds, problem):
     assert trained_bases == [[0, 1, 2, 3]] * 4
 
 
+def test_the_queue_goes_on_behind_rounds_of_any_size(compiled, problem, first):
+    """Where clients are not available, no place is skipped or popped twice."""
+    run, state, places = compiled("splitmix", "sliced"), first, [0]
+    for round, missing in enumerate([(), (0,), ()]):
+        cohort = plain.at_levels(problem.cohort(round), [1, 2, 4])
+        for row in missing:
+            cohort = plain.without(cohort, row, 5)
+        state, _, _ = run(state, cohort, client_lr=0.1)
+        places.append(int(state.server["queued"]))
+    assert places == [0, 3, 5, 8]
+
+
 def test_a_base_that_nobody_trains_stays(compiled, problem, first):
     """Bit for bit; three clients of one base each."""
     cohort = plain.at_levels(problem.cohort(0), [1, 1, 1])
     run = compiled("splitmix", "sliced")
     after, _, _ = run(first, cohort, client_lr=0.1)
     moved = [
-        plain.differs(plain.at(after.server, n), plain.at(first.server, n), 0)
+        plain.differs(*(plain.at(one.server["model"], n) for one in (after, first)), 0)
         for n in range(4)
     ]
     assert sum(moved) == 3
@@ -121,7 +136,8 @@ def test_budgets(rounds, problem):
     x = np.float32(np.random.default_rng(0).normal(size=(7, 8, 8, 1)))
     each = [
         plain.logits(
-            plain.layers(plain.at(state.server.params, n)), np.float64(x).reshape(7, -1)
+            plain.layers(plain.at(state.server["model"].params, n)),
+            np.float64(x).reshape(7, -1),
         )
         for n in range(4)
     ]
