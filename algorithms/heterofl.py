@@ -30,9 +30,9 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 
 Differs from the paper: entries are averaged without weights, and the optimizer is
 DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
-are the mean over batches of unaugmented train rows, not DepthFL's moving average over
-augmented ones (`--static_norm=ema`: that, with `--augment`). Width n/L is reported as
-`exit<n>_accuracy`, as DepthFL's exits are.
+are the mean over batches of unaugmented train rows (without a last one of one row), not
+DepthFL's moving average over augmented ones (`--static_norm=ema`: that, with
+`--augment`). Width n/L is reported as `exit<n>_accuracy`, as DepthFL's exits are.
 """
 
 import dataclasses

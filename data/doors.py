@@ -55,13 +55,10 @@ def opened(
     held: dict[str, Any] = {}
     if isinstance(given, Mapping) and "train" in given:
         odd = sorted(map(str, {*given} - {*SPLITS}))
-        are_columns = [
-            hasattr(x, "dtype") or isinstance(x, list) for x in given.values()
-        ]
-        if odd and not any(are_columns):
+        if odd and not any(map(_is_column, given.values())):
             raise ValueError(
                 f"dataset: {labels.listed(odd)} beside train: parts are called "
-                f"{', '.join(SPLITS)}; rename a client of these names"
+                f"{', '.join(SPLITS)}; omit or rename them, or a client called train"
             )
     if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
         several = [name for name in SPLITS[2:] if name in given]
@@ -106,6 +103,12 @@ def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:
         part = rows._replace(arrays=arrays, split=None, is_of_whole=not is_first)
         out.append(part if len(place) else None)
     return tuple(out)
+
+
+def _is_column(given: Any) -> bool:
+    """Whether it may be a column of a table: an array, or numbers or texts in a row."""
+    are_scalars = isinstance(given, tuple) and all(map(np.isscalar, given))
+    return hasattr(given, "dtype") or isinstance(given, (list, range)) or are_scalars
 
 
 def _is_pair_of_pairs(given: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_pfl import (
     boundary,
@@ -144,10 +145,10 @@ def _checked(out: Any, has_row: bool) -> tuple[each_client.Trained, Any]:
     wanted, pair = "Trained", (out, ())
     if has_row:
         wanted, pair = "(Trained, the client's new private row)", out
-    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
     if not is_pair or not isinstance(pair[0], each_client.Trained):
         raise ValueError(
             f"client_update returned a {type(out).__name__}, expected {wanted}, where "
             "Trained is what local_training.train returns"
         )
-    return pair
+    return pair[0], jax.tree.map(jnp.asarray, pair[1])

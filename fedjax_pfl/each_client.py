@@ -265,8 +265,9 @@ class Round(NamedTuple):
             return state.after(cohort, tuple(rows), **changed)
         clients = []
         for mine, own in zip(self.groups, rows, strict=True):
-            stacked.check_new(mine.state.clients, own)
-            clients.append(stacked.put(mine.state.clients, mine.cohort.row, own))
+            old, row = mine.state.clients, mine.cohort.row
+            new = stacked.checked_new(old, own, len(row))
+            clients.append(stacked.put(old, row, new))
         return state.after(clients=tuple(clients), **changed)
 
 

@@ -302,7 +302,7 @@ class Words:
         tested[tested] = own[tested, 1] > 0
         of_client = np.full(len(tested), np.nan)
         if not tested.any():
-            return out, None
+            return _finite(out), None
         of_client[tested] = _perplexity(own[tested].T)
         worst = np.sort(of_client[tested])[-max(1, int(tested.sum()) // 10) :]
         total = sums[tested].sum(0)
@@ -317,10 +317,15 @@ class Words:
             out[f"trained_{kind}"] = float(np.mean(_perplexity(trained.T)))
         if not counts["known"].all() or tested.sum() < (test_count > 0).sum():
             out["clients_evaluated"] = int(tested.sum())
-        return out, of_client
+        return _finite(out), of_client
 
 
 Score = Classes | Words
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    """Without what is not finite: a run that diverged has no perplexities."""
+    return {name: value for name, value in values.items() if np.isfinite(value)}
 
 
 def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.Array:

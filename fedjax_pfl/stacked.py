@@ -25,24 +25,26 @@ def put(tree: Any, row: jax.Array, values: Any) -> Any:
     )
 
 
-def check_new(rows: Any, values: Any) -> None:
-    """Raises ValueError unless `values` [C, ...] are private rows like leaves [K, ...].
+def checked_new(rows: Any, values: Any, count: int) -> Any:
+    """`values` [C, ...], `count` private rows like those of leaves [K, ...], as arrays.
 
-    They need the structure, the shapes behind the first axis and the dtypes, as `put`
-    would broadcast and convert silently.
+    Raises ValueError unless they have the structure, shapes and dtypes, as `put` would
+    broadcast and convert silently.
     """
+    rows, values = (jax.tree.map(jnp.asarray, tree) for tree in (rows, values))
     if jax.tree.structure(rows) != jax.tree.structure(values):
         raise ValueError(
             "a client's new private row is built in another way than `client.own`; "
             "return a row like it"
         )
     for held, new in zip(*map(jax.tree.leaves, (rows, values)), strict=True):
-        if (held.dtype, held.shape[1:]) != (new.dtype, new.shape[1:]):
-            held, new = (f"{x.dtype}{list(x.shape[1:])}" for x in (held, new))
+        if (held.dtype, (count, *held.shape[1:])) != (new.dtype, new.shape):
+            held, new = (f"{x.dtype}{list(x.shape)}" for x in (held, new))
             raise ValueError(
-                f"a client's private row holds {held}, and its update returns {new} "
-                "for it; return a row like `client.own`"
+                f"private rows of the clients are {held}, and {count} updates return "
+                f"{new} for them; return a row like `client.own` for each client"
             )
+    return values
 
 
 def repeat(tree: Any, count: int) -> Any:

@@ -599,7 +599,7 @@ class RoundState:
         """
         number = exchange.behind(self.round, changed)
         if rows is not None:
-            stacked.check_new(self.clients, rows)
+            rows = stacked.checked_new(self.clients, rows, len(cohort.row))
             given = self.clients, cohort.row, rows, number
             changed["clients"], number = exchange.put(*given)
         return self.replace(round=number + 1, **changed)

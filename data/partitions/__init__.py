@@ -134,7 +134,9 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     """
     if spec.partition.startswith(file.PREFIX):
         found = file.read(spec.partition, source.num_dealt)
-        _check_sizes(found.train.count, spec)
+        # As where it was drawn, clients that train are judged with their test rows.
+        train = found.train.count
+        _check_sizes(np.where(train > 0, train + found.test.count, 0), spec)
         train = held_out.first_share(found.train, source.label, spec.train_share)
         return found._replace(train=train)
     gen = rng.generator(seed, "data.partition")
@@ -254,8 +256,8 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
     kind = spec.partition
     if kind.startswith(file.PREFIX):
         raise ValueError(
-            f"--partition={kind} gives client {worst} {sizes[worst]} train examples, "
-            f"{spec.min_examples} are needed (--min_examples); change the file"
+            f"--partition={kind} gives client {worst} {sizes[worst]} examples, or none "
+            f"to train on; {spec.min_examples} are needed (--min_examples); change it"
         )
     cause, cure = {
         "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),

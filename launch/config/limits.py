@@ -17,8 +17,8 @@ _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 # Where in Python the objects belong that are given to these options
 _PLACES = {
     "partition": "; rows of clients are given by dataset={client: (x[rows], y[rows])}",
-    "client_lr": "; a schedule belongs in client_optimizer=, see docs/python.md",
-    "server_lr": "; a schedule belongs in server_optimizer=, see docs/python.md",
+    "client_lr": "; schedules belong in client_optimizer=, several rates in sweep=",
+    "server_lr": "; schedules belong in server_optimizer=, several rates in sweep=",
     "init_from": "; docs/howto.md writes such a file of a torch model's weights",
 }
 
@@ -31,7 +31,7 @@ def checked(name: str, value: Any, kind: type) -> Any:
     """
     if value is None or isinstance(value, optimizer.Custom):
         return value
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) or getattr(value, "shape", None) == ():
         value = value.item()
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)

@@ -231,7 +231,7 @@ def find(
     processes.meet("a client's or the server's model")
     index, config = run.seed_index(seed), run.config
     if line := _other_round(run, index, run.variant(seed, point)):
-        warnings.warn(f"note: {line}", stacklevel=3)
+        warnings.warn(f"note: {line}", stacklevel=4)
     if client_id is not None:
         client_id = number_of(run, client_id)
     run.start()
@@ -257,7 +257,7 @@ def find(
 def _other_round(run: Run, index: int, variant: int) -> str:
     """A line if the summary is of an earlier round than the models, else nothing."""
     rule = run.config.summary
-    if rule not in summaries.CHOSEN_BY or not run.metrics:
+    if rule not in summaries.CHOSEN_BY or not run.metrics or not run.is_over:
         return ""
     best = run.best_round(variant)
     if best == run.round:

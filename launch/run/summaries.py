@@ -137,9 +137,11 @@ def summarize(
         if not {f"{prefix}c_spec", f"{prefix}c_gen"} <= metrics.keys():
             continue
         # The mean of the two summaries, not the summary of the means.
-        sides = [metrics[f"{prefix}{name}"]["per_seed"] for name in ("c_spec", "c_gen")]
-        means = [(a + b) / 2 for a, b in zip(*sides, strict=True)]
-        metrics[f"{prefix}c_per"] = spread(means)
+        # C-Gen is known wherever C-Spec is.
+        spec, gen = (metrics[f"{prefix}{name}"] for name in ("c_spec", "c_gen"))
+        means = [float(a + b) / 2 for a, b in zip(*paired(spec, gen), strict=True)]
+        covered = {n: spec[n] for n in spec if n not in ("mean", "std", "per_seed")}
+        metrics[f"{prefix}c_per"] = spread(means) | covered
     for name in ("bytes_up", "bytes_down", "clock"):
         if last := [r[name] for r in records if r["round"] == rounds and name in r]:
             metrics[name] = spread(last)

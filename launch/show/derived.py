@@ -104,7 +104,7 @@ def of(
         return control and _until(run, control, share, place)
     kind = main_metric(run)
     mine = record.client_values(run, kind)
-    if mine is None:
+    if mine is None or kind not in run.summary["metrics"]:  # --eval_moments=after
         return None
     sign = -1 if words.metric(kind).better == "lower" else 1
     if name == "bottom_decile":

@@ -63,7 +63,8 @@ def sections(
         with svg.inked():
             figure, axes = svg.figure("", "")
             figures.draw_heatmap(axes, runs, metric.name)
-        shown = svg.shown(figure, f"{metric.title}, %, by the summary rule.")
+        unit = f", {metric.unit}" * bool(metric.unit)
+        shown = svg.shown(figure, f"{metric.title}{unit}, by the summary rule.")
         made.insert(1, _section("Sweep", [shown], has_legend=False))
     return [made[0], *(one for one in made[1:] if one["figures"] or one["note"])]
 

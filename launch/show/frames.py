@@ -161,7 +161,8 @@ def beside(
 ) -> pandas.DataFrame:
     """The frame of `summaries` with columns of `derived`, if there is a control.
 
-    It has none if the control diverged. Raises a ValueError if there is no such run, or
+    Runs that diverged or are not over have no values there, and it has no such columns
+    if the control is one. Raises a ValueError if there is no such run, or
     it is a sweep.
     """
     if not control:
@@ -171,12 +172,18 @@ def beside(
     for name, one in experiments.items():
         if one.config.sweep:
             raise ValueError(f"control={control}: {name} is a sweep; omit it")
-        runs[name] = _runs(one)[0]
-    if record.diverged(runs[control]) is not None:
+        run = _runs(one)[0]
+        if one.is_over and record.diverged(run) is None:
+            runs[name] = run
+    if control not in runs:
         return frame
     for name in derived.TITLES:
         found = {n: derived.of(name, r, runs[control], until) for n, r in runs.items()}
-        values = {n: entry["mean"] for n, entry in found.items() if entry}
-        if values:
-            frame[name] = frame.index.map(values)
+        entries = {n: entry for n, entry in found.items() if entry}
+        means = {n: one["mean"] for n, one in entries.items()}
+        if means:
+            frame[name] = frame.index.map(means)
+        covered = {n: summaries_lib.fewer(one) for n, one in entries.items()}
+        if covered := {n: text for n, text in covered.items() if text}:
+            frame[f"{name} of"] = frame.index.map(covered)
     return frame

@@ -329,7 +329,7 @@ def _against(entries: Entries, base: Entry, metric: words.Metric) -> list[Cell]:
     arrays = {
         entry.name: record.client_values(entry.run, metric.name)
         for entry in entries
-        if drawn.is_same(entry, base)
+        if drawn.is_same(entry, base) and record.diverged(entry.run) is None
     }
     found, cells = table.tested(arrays, base.name), []
     for entry in entries:

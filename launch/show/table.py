@@ -231,7 +231,8 @@ def made(
             if known and name not in derived.TITLES and not any(entries.values()):
                 missing[name] = ""
             has_values = any(one is not None for one in arrays.values())
-            if any(entries.values()) and arrays and not has_values:
+            is_bold = how.better and any(entries.values()) and test != "none"
+            if is_bold and not has_values:
                 untested[how.title] = ""
     seeds = {len(run.clients["seeds"]) for run in known}
     notes = []
@@ -289,9 +290,9 @@ def _usual(runs: Sequence[Record], control: str) -> list[str]:
         return ["client_accuracy"]
     main = derived.main_metric(runs[0])
     names = [main, main.replace("client_", "unseen_")]
-    if main not in runs[0].summary["metrics"]:  # --eval_moments=after
-        names.insert(0, main.replace("client_", "trained_"))
     found = [n for n in names if any(n in run.summary["metrics"] for run in runs)]
+    if main not in runs[0].summary["metrics"]:  # --eval_moments=after
+        return [main.replace("client_", "trained_"), *found]
     return [*found, "bottom_decile", *["hurt"] * bool(control)]
 
 

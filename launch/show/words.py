@@ -79,6 +79,8 @@ TITLES = {
     "best_round": "Best round",
     "dropped": "dropped",
     "critical": "critical",
+    "mean_layer": "mean layer",
+    "peers": "peers",
 }
 # A text has perplexities instead of accuracies.
 TITLES |= {
@@ -130,7 +132,7 @@ _LOWER_BETTER = re.compile(
     r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?|bytes_(up|down)|clock"
 )
 _OF_CLASS = re.compile(r"(global|client)_class(\d+)_accuracy(_pooled)?")
-_OF_EXIT = re.compile(r"exit(\d+)_(accuracy|(masked_)?perplexity)")
+_OF_EXIT = re.compile(r"exit(\d+)_(accuracy|loss|(masked_)?perplexity)")
 NOT_TO_CHOOSE_BY = (
     "These are measured on test rows, and choosing a point by them would be training "
     "on the test set"
@@ -165,7 +167,8 @@ def title(name: str, classes: Sequence[str] = ()) -> str:
         label = classes[number] if number < len(classes) else number
         return f"{found[1].capitalize()}, class {label}"
     if found := _OF_EXIT.fullmatch(name):
-        return f"Exit {found[1]}{', masked' if found[3] else ''}"
+        more = ", masked" if found[3] else ", test loss" * (found[2] == "loss")
+        return f"Exit {found[1]}{more}"
     if name.startswith(metric_kinds.VALIDATION):
         rest = title(name.removeprefix(metric_kinds.VALIDATION), classes)
         return f"Val: {rest.replace('test loss', 'loss')}"
@@ -210,9 +213,9 @@ def headline(
     if len(points) > 1:
         lines = [headline(sweep.of_point(records, point)) for point in points]
         out = {}
-        for name in lines[0]:
+        for name in dict.fromkeys(name for line in lines for name in line):
             # A diverged point, whose text is nan, counts as the largest.
-            texts = [line[name] for line in lines]
+            texts = [line.get(name, "nan") for line in lines]
             texts.sort(key=lambda text: (text == "nan", float(text)))
             out[name] = " to ".join(dict.fromkeys((texts[0], texts[-1])))
         return out
@@ -307,10 +310,11 @@ def summary_rule(summary: Mapping[str, Any]) -> str:
 def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     """A line for each point of a sweep, with the headline metrics."""
     parts = summary["sweep"]
-    names = headlines(parts[0]["metrics"])
+    names = headlines(dict.fromkeys(n for part in parts for n in part["metrics"]))
     labels = [sweep.label(part["point"]) for part in parts]
     width = max(map(len, labels))
-    seeds = len(parts[0]["metrics"][names[0]]["per_seed"]) if names else 1
+    every = [entry for part in parts for entry in part["metrics"].values()]
+    seeds = max(len(entry["per_seed"]) for entry in every)
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     titles = "  ".join(f"{title(name):>16}" for name in names)
     kind = "percent" if all(metric(name).unit for name in names) else "number"
@@ -318,8 +322,10 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     for label, part in zip(labels, parts, strict=True):
         cells = []
         for name in names:
-            entry, scale = part["metrics"][name], metric(name).scale
-            cells.append(f"{mean_and_std(entry, scale, digits=2, sign='+-'):>16}")
+            entry, scale, text = part["metrics"].get(name), metric(name).scale, "–"
+            if entry:
+                text = mean_and_std(entry, scale, digits=2, sign="+-")
+            cells.append(f"{text:>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
     return [*lines, _chosen(parts, labels) or f"{NOT_TO_CHOOSE_BY}."]
@@ -329,10 +335,12 @@ def _chosen(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
     """A line about the point of a sweep with the best validation, "" without any."""
     whole = [not part.get("diverged") for part in parts]
     every = [part["metrics"] for part in parts]
-    shared = [name for name in summaries.CHOOSING if all(name in one for one in every)]
-    if not shared or not any(whole):
+    known = [one for one, is_whole in zip(every, whole, strict=True) if is_whole]
+    shared = [name for name in summaries.CHOOSING if all(name in one for one in known)]
+    if not shared or not known:
         return ""
-    how, means = metric(shared[0]), [one[shared[0]]["mean"] for one in every]
+    how, nothing = metric(shared[0]), {"mean": np.nan}
+    means = [one.get(shared[0], nothing)["mean"] for one in every]
     sign = 1 if how.better == "lower" else -1
     best = int(np.argmin(np.where(whole, sign * np.array(means), np.inf)))
     value = f"{how.scale * means[best]:.{max(how.digits, 2)}f}"

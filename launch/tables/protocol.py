@@ -126,20 +126,31 @@ class Study:
                 if name in options:
                     raise ValueError(f"study: {name} is decided by the study; omit it")
 
-    def _check_metrics(self, config: schema.Config, has_val: bool) -> None:
-        """Refuses metrics that no run has without an option that is not given."""
+    def _check_metrics(self, every: Sequence[tuple[schema.Config, bool]]) -> list[str]:
+        """Refuses metrics that no run can have, and names those that look misspelt.
+
+        `every` has each run's configuration, and whether it has validation rows.
+        """
         validates, is_tuned = metric_kinds.VALIDATION, _EPOCHS in self.tune
+        has_val = any(has for _, has in every)
+        has_unseen = any(one.unseen_clients for one, _ in every)
+        is_adapted = is_tuned or any(one.fine_tune_epochs for one, _ in every)
         for name in self.metrics:
             plain = name.removeprefix(validates)
             of_unseen = plain.startswith("unseen_")
             is_later = plain.removeprefix("unseen_").startswith("fine_tuned_")
             needs = {
                 "val_split": name != plain and not has_val,
-                "unseen_clients": of_unseen and not config.unseen_clients,
-                _EPOCHS: is_later and not config.fine_tune_epochs and not is_tuned,
+                "unseen_clients": of_unseen and not has_unseen,
+                _EPOCHS: is_later and not is_adapted,
             }
             if lacking := [option for option in needs if needs[option]]:
                 raise ValueError(f"study: metrics: {name} needs {lacking[0]}")
+        odd = list(filter(None, map(derived.unusual, self.metrics)))
+        are_ours = all(isinstance(own["algo"], str) for own in self._bases.values())
+        if odd and are_ours and not any(one.eval_metrics for one, _ in every):
+            raise ValueError(f"study: metrics: {odd[0]}")
+        return odd
 
     def _check_row(self, what: str, name: str) -> None:
         """Refuses a name that is no row's; "" is none."""
@@ -160,7 +171,7 @@ class Study:
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
             )
-        of_settings, tuned, hashes, notes = {}, {}, {}, []
+        of_settings, tuned, hashes, notes, every = {}, {}, {}, [], []
         for setting, own in self.settings.items():
             options = self.options | own | {"num_seeds": self.seeds}
             notes += [
@@ -173,7 +184,7 @@ class Study:
             compared = compare.compare(self._bases, run=False, **given)
             first = next(iter(compared.values()))
             has_val = not isinstance(first.data.partition.val, tuple)
-            self._check_metrics(first.config, has_val)
+            every += [(made.config, has_val) for made in compared.values()]
             if self.tune and not has_val:
                 raise ValueError(
                     "study: tune chooses by validation rows; give val_split, or your "
@@ -221,11 +232,7 @@ class Study:
         for name in self.tune:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
-        odd = list(filter(None, map(derived.unusual, self.metrics)))
-        of_names = all(isinstance(own["algo"], str) for own in self._bases.values())
-        if odd and of_names and not first.config.eval_metrics:
-            raise ValueError(f"study: metrics: {odd[0]}")
-        notes += odd
+        notes += self._check_metrics(every)
         prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
         self._body = {"study": PACKED, "given": self._given}
         self._body["prepared"] = trials.as_json(prepared)
@@ -568,11 +575,14 @@ class Study:
         given = trial.options | {"workdir": str(self._path(trial)), "resume": True}
         made = experiment(**given)
         known, changed = trial.key["hashes"], ""
-        # Trials that tune are known by the clients of their first seed.
+        # Trials that tune are known by the clients of their first seed, and in earlier
+        # versions by those of all seeds of the study.
         splits = made.split_sha256, trials.split_sha256(made)
+        is_comparable = "split" in known and made.config.num_seeds == self.seeds
+        is_comparable |= trial.key != trial.before
         if made.examples_sha256 != known["data"]:
             changed = "the data"
-        elif known.get("split", splits[0]) not in splits:
+        elif is_comparable and known["split"] not in splits:
             changed = "the rows of the clients"
         if changed:
             raise ValueError(

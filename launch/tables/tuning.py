@@ -89,11 +89,15 @@ def best(
     found: list[tuple[float, Choice]] = []
     whole = [one for one in points if not one[1]["diverged"]]
     for options, part in whole or points:
+        if not whole and not set(summaries.CHOOSING) & part["metrics"].keys():
+            continue  # of a text, it has no perplexities
         for name, is_fine_tuned in _choosing(part["metrics"], may_tune):
             sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
             value = part["metrics"][name]["mean"]
             chosen = Choice(dict(options), name, value, is_fine_tuned)
             found.append((sign * value, chosen))
+    if not found:
+        raise ValueError("study: tune: all values diverged; give smaller ones")
     top = max(score for score, _ in found)
     chosen, *others = [one for score, one in found if score == top]
     is_whole = metric_kinds.of(chosen.metric) is metric_kinds.Kind.FRACTION and top == 1

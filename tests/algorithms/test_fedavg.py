@@ -179,3 +179,14 @@ def test_median_is_over_the_states_that_the_last_ten_rounds_begin_with():
     np.testing.assert_allclose(found["c_per"]["per_seed"], medians.mean(1))
     np.testing.assert_allclose(found["c_per"]["mean"], medians.mean())
     assert found["bytes_up"]["per_seed"] == [700, 700]
+
+
+def test_c_per_covers_what_c_spec_covers():
+    """A seed whose drawn clients have no test rows has C-Gen alone."""
+    records = [
+        {"round": 1, "seed": 0, "c_gen": 0.2},
+        {"round": 1, "seed": 1, "c_gen": 0.4, "c_spec": 0.8, "c_per": 0.6},
+    ]
+    found = summaries.summarize(records, [0, 1], (1,), "last", 1)
+    assert found["c_per"]["per_seed"] == [pytest.approx(0.6)]
+    assert summaries.fewer(found["c_per"]) == "1 of 2 seeds"

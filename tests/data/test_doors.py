@@ -344,7 +344,7 @@ def test_official_test_rows_of_a_table():
         (
             {"train": (X, Y), "testing": (X, Y)},
             None,
-            "testing beside train: parts are called train, test, .* rename a client of",
+            "testing beside train: parts are called train, test, .*, or a client cal",
         ),
     ],
 )

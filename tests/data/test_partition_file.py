@@ -49,7 +49,7 @@ GOOD = {
         ({"test_count": np.array([4])}, "train_count has 4 clients, test_count 1"),
         ({"train_row": np.arange(8.0)}, "train_row must be integers .* float64"),
         ({"test_row": np.arange(0), "test_count": np.zeros(4, int)}, "no test row"),
-        ({"train_count": np.array([1, 3, 2, 2])}, "gives client 0 1 train examples"),
+        ({"train_count": np.array([0, 4, 2, 2])}, "gives client 0 0 examples, or none"),
         (
             {"proxy_rows": np.array([13])},
             "'proxy_rows'., which is not used; .* proxy",

@@ -114,3 +114,27 @@ def test_what_is_looked_at(where):
         state.clients["w"] = state.clients["w"].at[row, 1].set(np.nan)
     found = bool(program._is_finite(state, metrics, cohort))
     assert found == (where in ("absent", "count"))
+
+
+def test_beside_a_control(both):
+    """A row that diverged has no gain, and one that is not over neither."""
+    made, _ = both
+    frame = made.summary(control="good")
+    assert frame["gain"].isna().tolist() == [True, False]
+    assert "gain" not in made.summary(control="bad")
+
+
+@pytest.mark.parametrize("sweep", ["", "client_lr=0.1,3000"])
+def test_a_text_that_diverged_ends(tmp_path, sweep):
+    """It has no perplexities, and its folder is read again."""
+    given = {"sweep": sweep} if sweep else {"client_lr": 3000.0}
+    given |= {"dataset": "python_topics", "num_clients": 3, "clients_per_round": 2}
+    given |= {"model": "masked_lm", "model_width": 0.125, "text_length": 8, "rounds": 2}
+    given |= {"examples_per_client": 8, "eval_every": 1, "workdir": str(tmp_path / "a")}
+    summary = build.experiment(algo="fedavg", **given).run(progress=False)
+    *whole, bad = summary.get("sweep", [summary])
+    assert bad["diverged"] and "global_perplexity" not in bad["metrics"]
+    assert "diverged" in words.table(summary)
+    again = record.read(tmp_path / "a").summary
+    assert words.table(again) == words.table(summary)
+    assert all("global_perplexity" in one["metrics"] for one in whole)

@@ -91,7 +91,12 @@ def test_values_that_do_not_fit(value, kind, reason):
             str,
             r"dataset={client: \(x\[rows\], y\[rows\]\)}$",
         ),
-        ("client_lr", lambda step: 0.1 / step, float, "client_optimizer=, see docs"),
+        (
+            "client_lr",
+            lambda step: 0.1 / step,
+            float,
+            "client_optimizer=, several rates in sweep=",
+        ),
         ("init_from", {"dense1": np.zeros(3)}, str, "docs/howto.md writes such a file"),
     ],
 )

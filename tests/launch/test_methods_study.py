@@ -336,7 +336,7 @@ def test_what_a_table_cannot_say(done):
         with pytest.raises(ValueError, match=line):
             done.table(**given)
     after = record.Record(None, {}, [], {}, {"metrics": {"trained_accuracy": {}}})
-    assert table._usual([after], "") == ["trained_accuracy", "bottom_decile"]
+    assert table._usual([after], "") == ["trained_accuracy"]
     with pytest.raises(ValueError, match="the study has none; omit it"):
         done.plot(setting="alpha 1")
 
@@ -472,6 +472,24 @@ def test_changed_clients_are_refused(tmp_path, tune):
     rows = rows[::-1]
     with pytest.warns(UserWarning, match="the rows of the clients have changed since"):
         assert study().run(progress=False).failed
+
+
+def test_metrics_of_some_settings_or_rows():
+    """One that has the metric is enough, in whichever order."""
+    given = {"metrics": ["unseen_accuracy"], "control": "", "fine_tune_epochs": 0}
+    settings = {"all": {}, "new": {"unseen_clients": 1}}
+    assert made(methods=["fedavg"], settings=settings, **given).metrics
+    own = {"algo": "fedavg"}
+    rows = {"a": own, "b": own | {"fine_tune_epochs": 1}}
+    assert made(methods=rows, **given | {"metrics": ["fine_tuned_accuracy"]}).metrics
+
+
+def test_metrics_of_methods_are_known():
+    """Those that a kept cell of a paper's table has are none that look misspelt."""
+    for path in (KEPT.parents[1] / "papers" / "results").glob("*.json"):
+        cells = json.loads(path.read_text()).values()
+        for names in (one.get("metrics", {}) for one in cells if isinstance(one, dict)):
+            assert not list(filter(None, map(derived.unusual, names))), path.name
 
 
 @pytest.mark.parametrize("name", ["fashion_mnist", "femnist_writers"])
