@@ -137,7 +137,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
         movable = deep & kept[1] & (has_heads | kept)  # l = 1: no J
         both = fp.Objective(distil, movable), fp.Objective(supervised, deep)
-        client = client.fresh().replace(data=client.data.replace(augment="none"))
+        client = client.fresh().as_uploaded()
         return fp.train(hparams, both, server, client, tag="engine.server").split()
 
     def server_to_client(client: fp.Client, server: fp.Variables):

@@ -140,9 +140,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return gap + hparams.distill_weight * hard, stats
 
         objectives = (fp.Objective(loss_fn, deep),)
-        client = client.replace(data=client.data.replace(augment="none"))
         given = {"opt_state": opt_state, "tag": "engine.server"}
-        trained = fp.train(hparams, objectives, server, client, **given)
+        trained = fp.train(hparams, objectives, server, client.as_uploaded(), **given)
         return trained.variables, trained.opt_state
 
     def distil_update(client: fp.Client, server: fp.Variables):

@@ -75,6 +75,10 @@ class Client:
         """The same client without its persistent optimizer state."""
         return self.replace(opt_state=())
 
+    def as_uploaded(self) -> Client:
+        """The same client with train batches of its images as they are."""
+        return self.replace(data=self.data.replace(augment="none"))
+
 
 @struct.dataclass
 class Trained:

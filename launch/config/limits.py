@@ -31,7 +31,7 @@ def checked(name: str, value: Any, kind: type) -> Any:
     """
     if value is None or isinstance(value, optimizer.Custom):
         return value
-    if isinstance(value, np.generic) or getattr(value, "shape", None) == ():
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():
         value = value.item()
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)

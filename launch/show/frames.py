@@ -162,8 +162,8 @@ def beside(
     """The frame of `summaries` with columns of `derived`, if there is a control.
 
     Runs that diverged or are not over have no values there, and it has no such columns
-    if the control is one. Raises a ValueError if there is no such run, or
-    it is a sweep.
+    if the control is one. Raises a ValueError if there is no such run, or one is a
+    sweep.
     """
     if not control:
         return frame
