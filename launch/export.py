@@ -30,8 +30,8 @@ class Options:
     data_dir: str = option("", "folder of the data set, if it moved")
     dataset: str = option(
         "",
-        "npz:PATH, csv:PATH, images:PATH, leaf:PATH or pfllib:PATH of the data, if "
-        "they moved",
+        "npz:PATH, csv:PATH, parquet:PATH, images:PATH, leaf:PATH or pfllib:PATH of "
+        "the data, if they moved",
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from data import arrays, dataset, doors, frames, loaders
+from data import dataset, doors, loaders
 from data.partitions import file
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import types
@@ -93,7 +93,7 @@ def _source(
 ) -> dataset.Dataset:
     """Loads the data set that was given in Python, or that `--dataset` names."""
     rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
-    train, *others = rows or (doors.Rows(None), None, None)
+    train, test, _ = rows or (doors.Rows(None), None, None)
     if rows or config.dataset != loaders.ARRAYS:
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
@@ -101,21 +101,12 @@ def _source(
         names = "text_length", "owners", "layout", "label", "owner", "labels"
         options = {name: getattr(config, name) for name in names}
         found = loaders.load(config.dataset, config.data_dir, **options)
-    elif train.frame is not None:
-        test, val = (one and one.frame for one in others)
-        named = train.frame, config.label, config.owner
-        # The owner's column of a table that is given as test= is not read.
-        is_part = others[0] is not None and others[0].is_of_whole
-        owned = ("test", "val") if is_part else ("val",)
-        found = frames.from_frame(*named, test=test, val=val, owned=owned)
     else:
-        test, val = (one and one.arrays for one in others)
-        given = {"layout": config.layout, "test": test, "val": val}
-        found = arrays.from_arrays(*train.arrays, **given)
-    notes = [*train.notes, *found.notes]
+        found = doors.joined(*rows, config.label, config.owner, layout=config.layout)
+    notes = [*found.notes]
     kind, is_own = config.test_split, loaders.is_own(config.dataset)
     if is_own and found.num_test and kind == "client_share":
-        is_given = others[0] is not None and not others[0].is_of_whole
+        is_given = test is not None and not test.is_of_whole
         where = "of test=" if is_given else "that are test rows in the data"
         notes.append(f"--test_split={kind} does not use the rows {where}")
     if found.num_val and kind not in (None, "official"):

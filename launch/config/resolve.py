@@ -171,7 +171,7 @@ def check_data(
         "texts": text is not None,
         "owned texts": text is not None and text.has_owners,
         "images": text is None,
-        "tables": has_columns or name.startswith("csv:"),
+        "tables": has_columns or name.startswith(loaders.WITH_COLUMNS),
         "arrays": has_axes or name.startswith(loaders.WITH_LAYOUT),
         "coarse labels": name == "cifar100",
     }

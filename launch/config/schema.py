@@ -26,7 +26,7 @@ DATA = {
     "texts": f"a text: {', '.join(texts.TEXTS)}",
     "owned texts": "a text with owners",
     "images": "other data than a text",
-    "tables": "a CSV file or DataFrame",
+    "tables": "a CSV file, parquet or DataFrame",
     "arrays": "arrays (npz:PATH, leaf:PATH or pfllib:PATH)",
     "coarse labels": "--dataset=cifar100",
 }
@@ -116,8 +116,8 @@ class Data:
 
     dataset: str = option(
         "mnist_5k",
-        "a data set's name, or your own: npz:PATH, csv:PATH, images:PATH, "
-        "leaf:PATH, pfllib:PATH",
+        "a data set's name, or your own: npz:PATH, csv:PATH, parquet:PATH, "
+        "images:PATH, leaf:PATH, pfllib:PATH",
         label="always",
     )
     layout: str = option(
@@ -129,8 +129,8 @@ class Data:
     )
     label: str = option(
         "",
-        "column of the labels of a CSV file or DataFrame; default label, y, target or "
-        "class",
+        "column of the labels of a CSV file, parquet or DataFrame; default label, y, "
+        "target or class",
         only="tables",
     )
     labels: str = option(
@@ -141,8 +141,8 @@ class Data:
     )
     owner: str = option(
         "",
-        "column of the owners of a CSV file's or DataFrame's rows; default client, "
-        "client_id, owner or owner_id",
+        "column of the owners of rows of a CSV file, parquet or DataFrame; default "
+        "client, client_id, owner or owner_id",
         only="tables",
     )
     min_owner_examples: int = _image_option(

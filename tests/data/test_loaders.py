@@ -620,7 +620,8 @@ def test_tfds_that_cannot_be_prepared(tmp_path, monkeypatch, name):
     line = str(error.value)
     assert line.startswith(f"--dataset={name}") and "\n" not in line
     assert "no route to host" in line and "--data_dir" in line
-    files = f"{', '.join(sum(loaders.IDX_FILES, ()))}, plain or .gz, there (looked for"
+    files = f"{', '.join(sum(loaders.IDX_FILES, ()))}, plain or .gz, or "
+    files += f"{loaders.OF_HUB} there (looked for"
     assert (f"IDX files {files} in {tmp_path}" in line) == (name == "mnist")
 
 
