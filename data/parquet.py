@@ -83,6 +83,10 @@ def opened(path: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     notes = []
     if found.others:
         notes = [f"files beside train that are not read: {labels.listed(found.others)}"]
+    alone = [path.name for path in found.parts.get("", ()) if root.is_dir()]
+    if splits := [name for name in alone if _split_of(name)]:
+        line = "there is no file of train, so that all are one table, also "
+        notes = [line + labels.listed(splits)]
     parts = {name: _columns(paths) for name, paths in found.parts.items()}
     return parts.get("", parts), tuple(notes)
 

@@ -130,6 +130,15 @@ def test_own_images_of_splits(tmp_path):
     assert "label: kind; owners: who; x: photo" in lines
 
 
+def test_split_without_train(tmp_path):
+    """One table, which a line says."""
+    write(tmp_path / "test-0.parquet", a=[1.0, 2.0], y=[0, 1])
+    write(tmp_path / "more.parquet", a=[3.0, 4.0], y=[0, 1])
+    found = loaders.load(f"parquet:{tmp_path}", "")
+    assert found.image[:, 0].tolist() == [3, 4, 1, 2] and not found.num_test
+    assert found.notes[0].endswith("all are one table, also test-0.parquet")
+
+
 def test_own_table(tmp_path):
     """As the same table in CSV."""
     columns = {
