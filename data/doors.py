@@ -180,8 +180,8 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         try:
             items = [given[row] for row in range(len(given))]
         except Exception as error:  # whatever the user's object raises
-            why = " ".join(str(error).split())[:200]
-            reason += f" whose rows raise a {type(error).__name__} ({why})"
+            why, kind = files.reason(error), type(error).__name__
+            reason += f" whose rows raise a {kind} ({why})"
             raise ValueError(f"{where}: expected {FORMS}, {reason}") from error
         kinds = {len(one) if isinstance(one, (tuple, list)) else 0 for one in items}
         if kinds in ({2}, {3}):

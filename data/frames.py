@@ -64,7 +64,7 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
             how = {"low_memory": False, "index_col": False, "keep_default_na": False}
             frame = read(dtype=as_text, na_values=missing, **how)
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = files.reason(error)
         if isinstance(error, FileNotFoundError):
             reason = "there is no such file"
         raise ValueError(f"cannot be read as CSV: {reason}") from error

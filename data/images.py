@@ -211,7 +211,7 @@ def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) ->
     except Exception as error:  # damaged bytes raise various errors
         if isinstance(error, MemoryError):
             raise
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        reason = files.reason(error, 160)
         if "cannot identify" in reason:
             reason = f"it is not an image ({', '.join(FORMATS)}), or damaged"
         raise ValueError(f"{name} cannot be read: {reason}") from error

@@ -161,9 +161,7 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
     except RecursionError as error:
         raise ValueError(f"{path} cannot be read: it is not JSON") from error
     except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        if isinstance(error, OSError):
-            reason = error.strerror or reason
+        reason = getattr(error, "strerror", None) or files.reason(error)
         raise ValueError(f"{path} cannot be read: {reason}; fetch it again") from error
 
 

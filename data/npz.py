@@ -27,8 +27,7 @@ def _opened(path: pathlib.Path) -> Iterator[zipfile.ZipFile]:
             warnings.simplefilter("ignore")
             yield archive
     except Exception as error:  # damaged bytes raise various errors
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"cannot be read: {reason}") from error
+        raise ValueError(f"cannot be read: {files.reason(error)}") from error
 
 
 def names(path: pathlib.Path) -> set[str]:

@@ -218,8 +218,7 @@ def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _reason(error: Exception) -> str:
     """One line about an error, and what to do."""
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    reason = "".join(c if c.isprintable() else "?" for c in reason)
+    reason = "".join(c if c.isprintable() else "?" for c in files.reason(error))
     if isinstance(error, FileNotFoundError):
         reason = "there is no such file"
     return f"{reason}; fetch it again"

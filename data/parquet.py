@@ -222,7 +222,7 @@ def _read(path: pathlib.Path, read: Callable[[Any], Iterator[Any]]) -> Iterator[
         with parquet.ParquetFile(path) as opened:
             yield from read(opened)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = files.reason(error)
         if isinstance(error, FileNotFoundError):
             reason = "there is no such file"
         if isinstance(error, pyarrow.ArrowException):

@@ -112,8 +112,7 @@ def _rows(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
                 found = pickles.read(member.read())
         return _checked(found.get("x"), found.get("y"))
     except Exception as error:  # damaged bytes raise various errors
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} cannot be read: {reason}") from error
+        raise ValueError(f"{path} cannot be read: {files.reason(error)}") from error
 
 
 def _checked(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
