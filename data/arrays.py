@@ -201,10 +201,10 @@ def merged(columns: Mapping[str, np.ndarray]) -> str:
                 found.append(f"{labels.limited(name)} ({before} become {after})")
     if not found:
         return ""
-    more = f" and {len(found) - labels.SHOWN} more" * (len(found) > labels.SHOWN)
+    shown = labels.joined(found[: labels.SHOWN], len(found))
     return (
-        "float32 makes different numbers equal in "
-        f"{', '.join(found[: labels.SHOWN])}{more}; subtract the least, or scale them"
+        f"float32 makes different numbers equal in {shown}; subtract the least, or "
+        "scale them"
     )
 
 

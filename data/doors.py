@@ -239,11 +239,9 @@ def _of_clients(given: Any, where: str) -> Rows | None:
     empty = [str(name) for name, size in zip(parts, sizes, strict=True) if not size]
     notes = ()
     if empty and where == "dataset":
-        shown = [labels.limited(name) for name in empty[:3]] + ["..."] * (
-            len(empty) > 3
-        )
+        shown = labels.listed(empty[:3]) + ", ..." * (len(empty) > 3)
         line = f"{len(empty)} of {len(parts)} clients of dataset= have no rows and are "
-        notes = (f"{line}left out: {', '.join(shown)}",)
+        notes = (f"{line}left out: {shown}",)
     return Rows((x, y, np.repeat(list(parts), sizes)), notes=notes)
 
 

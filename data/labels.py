@@ -110,16 +110,19 @@ def _plainest(name: str) -> Any:
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:
     """Joins the first names, with the number of further ones."""
-    texts = [limited(name) for name in names[:most]]
-    more = len(names) - len(texts)
-    return ", ".join(texts) + (f" and {more} more" if more else "")
+    return joined([limited(name) for name in names[:most]], len(names))
 
 
 def sized(sizes: Mapping[str, int]) -> str:
     """Joins the first names with their sizes, with the number of further ones."""
     texts = [f"{limited(name)} has {count}" for name, count in sizes.items()]
-    more = len(texts) - SHOWN
-    return ", ".join(texts[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return joined(texts[:SHOWN], len(texts))
+
+
+def joined(texts: Sequence[str], count: int) -> str:
+    """Joins the first of `count` texts, with the number of further ones."""
+    more = count - len(texts)
+    return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 def limited(name: str) -> str:
