@@ -214,17 +214,13 @@ def of_clients(
     test, score = data.partition.test, scoring.score
     num_clients, num_rows = test.start.shape[0], ids.shape[0]
     is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
-
-    def of(table: jax.Array, fill: Any) -> jax.Array:
-        return jnp.take(table, ids, mode="fill", fill_value=fill)
-
     cohort = exchange.everywhere(cohort)
     served = algorithm.serving_groups(state, cohort, data, num_rows)
     peers = _of_peers(algorithm, served)
     every = ids, cohort, jnp.arange(num_rows)
     ids, cohort, places = exchange.behind(every, peers)
     given = state, cohort, data
-    start, count, is_sampled = of(test.start, 0), of(test.count, 0), of(is_sampled, 0)
+    start, count, is_sampled = _of_ids(ids, test.start, test.count, is_sampled)
     out: dict[str, Any] = {}
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
@@ -237,6 +233,22 @@ def of_clients(
         hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
         scored = jnp.where(hit, scored, num_rows)
         out["scored"] = jnp.where(hit, client, num_clients)
+
+    def rights(group: types.Serving, entry_of: jax.Array, scored: jax.Array):
+        """int32[S]: the right answers of scored clients' models on the union."""
+        rows, end = scored, group.mask.shape[0]
+        if is_split := how.shares_rows and group.is_by_row:
+            is_scored = jnp.zeros(num_rows, bool).at[scored].set(True, mode="drop")
+            rows = _by_device(is_scored, how.num_devices, len(scored))
+        entries = entry_of[rows]
+        counts = jnp.where(entries < end, (test.row >= 0).sum(), 0)
+        starts = exchange.behind(jnp.zeros_like(counts), peers)
+        where, batch = (entries, starts, counts), scoring.batch_size
+        sums = _each_entry(group, *where, data, batch, how, scores.Classes())
+        if not is_split:
+            return sums["right"]
+        every = jnp.zeros(num_rows, jnp.int32).at[rows].set(sums["right"], mode="drop")
+        return jnp.take(every, scored, mode="fill", fill_value=0)
 
     def of_groups(
         groups: tuple[types.Serving, ...], score: scores.Score, scored: jax.Array
@@ -271,26 +283,7 @@ def of_clients(
                 lambda total, x, at=rows: total.at[at].add(x, mode="drop"), own, found
             )
             if scored.size:
-                rows = scored
-                if how.shares_rows and group.is_by_row:
-                    is_scored = (
-                        jnp.zeros(num_rows, bool).at[scored].set(True, mode="drop")
-                    )
-                    rows = _by_device(is_scored, how.num_devices, len(scored))
-                entries = entry_of[rows]
-                counts = jnp.where(entries < end, (test.row >= 0).sum(), 0)
-                starts = exchange.behind(jnp.zeros_like(counts), peers)
-                where = entries, starts, counts
-                batch, rights = scoring.batch_size, scores.Classes()
-                right = _each_entry(group, *where, data, batch, how, rights)["right"]
-                if rows is not scored:
-                    every = (
-                        jnp.zeros(num_rows, right.dtype)
-                        .at[rows]
-                        .set(right, mode="drop")
-                    )
-                    right = jnp.take(every, scored, mode="fill", fill_value=0)
-                cross += right
+                cross += rights(group, entry_of, scored)
         return own, tuple(shared), known, cross
 
     own, shared, out["known"], cross = of_groups(served, score, scored)
@@ -348,12 +341,8 @@ def of_adapted(
     peers = _of_peers(algorithm, groups)
     ids, members = exchange.behind((ids, members), peers)
     data = data.replace(partition=part.replace(train=part.adapting))
-
-    def of(table: jax.Array, fill: Any) -> jax.Array:
-        return jnp.take(table, ids, mode="fill", fill_value=fill)
-
-    start, count = of(part.test.start, 0), of(part.test.count, 0)
-    is_sampled = of(is_sampled, False)
+    tables = part.test.start, part.test.count, is_sampled
+    start, count, is_sampled = _of_ids(ids, *tables)
     own, known = None, jnp.zeros(num_rows, bool)
     for group in groups:
         number = exchange.behind(_numbers(group, num_rows), peers)
@@ -371,6 +360,11 @@ def of_adapted(
         found = _each_entry(group, *where, data, batch, how, score, adaptation)
         own = found if own is None else jax.tree.map(jnp.add, own, found)
     return {"serving": (own, ()), "known": known}
+
+
+def _of_ids(ids: jax.Array, *tables: jax.Array) -> list[jax.Array]:
+    """Entries [R] of tables [K] for clients int32[R], 0 where it is none."""
+    return [jnp.take(one, ids, mode="fill", fill_value=0) for one in tables]
 
 
 def _of_peers(algorithm: types.Algorithm, groups: tuple[types.Serving, ...]) -> Any:
