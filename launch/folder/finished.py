@@ -116,7 +116,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         **accuracies,
         "rounds": rounds,
         "seeds": np.asarray(run.seeds),
-        "test_size": np.asarray(run.data.partition.test.count),
+        "test_size": np.asarray(partition.test.count),
         **({} if is_text else {CLASS_COUNTS: class_counts(run)}),
     }
 
@@ -125,6 +125,11 @@ def _accuracies(run: Run, found: np.ndarray) -> dict[str, np.ndarray]:
     """Accuracies [variants, rounds, ..., K] by name, with axes of seeds and points."""
     if run.config.sweep:
         found = found.reshape(len(run.seeds), len(run.points), *found.shape[1:])
+    return by_name(run, found)
+
+
+def by_name(run: Run, found: np.ndarray) -> dict[str, np.ndarray]:
+    """Accuracies [..., K] by name; with `fine_tune_epochs` they are [..., 2, K]."""
     name = PERPLEXITY if run.data.num_words else ACCURACY
     if not run.config.fine_tune_epochs:
         return {name: found}

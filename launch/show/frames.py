@@ -52,12 +52,8 @@ def client_metrics(run: Run) -> pandas.DataFrame:
         columns["owner"] = np.array(run.owners)[client]
     if unseen.any():
         columns["unseen"] = unseen[seed, client]
-    kind = finished.PERPLEXITY if run.data.num_words else finished.ACCURACY
-    if run.config.fine_tune_epochs:
-        columns[kind] = found[..., 0, :].reshape(-1)
-        columns[finished.FINE_TUNED + kind] = found[..., 1, :].reshape(-1)
-    else:
-        columns[kind] = found.reshape(-1)
+    every = finished.by_name(run, found).items()
+    columns |= {name: one.reshape(-1) for name, one in every}
     return pandas.DataFrame(columns)
 
 
