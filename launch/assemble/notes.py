@@ -78,18 +78,7 @@ def of_options(
             f"results are called {config.algo}"
         )
     if isinstance(hparams, local_training.LocalTraining):
-        out += _of_optimizer(config, hparams)
-        is_chosen = "server_lr" in {*asked, *sweep.points(config.sweep)[0]}
-        if getattr(hparams, "server_lr", 0) == 1 and not is_chosen and _scales(hparams):
-            out.append(
-                f"--server_optimizer={hparams.server_optimizer} gets the learning rate "
-                "1, the default of --server_lr, which is much for an adaptive one"
-            )
-        if "optimizer_state" in asked and not _keeps_state(config, hparams):
-            out.append(
-                "--optimizer_state=persist has no effect with --client_optimizer="
-                f"{hparams.client_optimizer}, which keeps nothing as it is set; omit it"
-            )
+        out += _of_optimizers(config, hparams, asked)
     if config.summary == "best":
         out.append(
             "--summary=best chooses the round by test rows, which makes results too "
@@ -135,10 +124,12 @@ def _of_absent(config: schema.Config) -> list[str]:
     ]
 
 
-def _of_optimizer(
-    config: schema.Config, hparams: local_training.LocalTraining
+def _of_optimizers(
+    config: schema.Config,
+    hparams: local_training.LocalTraining,
+    asked: Collection[str],
 ) -> list[str]:
-    """Lines about the clients' optimizer."""
+    """Lines about the optimizers of the clients and of the server."""
     out, name = [], hparams.client_optimizer
     if name in optimizer.DECOUPLED and not hparams.weight_decay:
         out.append(
@@ -152,6 +143,19 @@ def _of_optimizer(
             f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
             f"with --client_optimizer={name}"
         )
+    is_chosen = "server_lr" in {*asked, *points[0]}
+    if getattr(hparams, "server_lr", 0) == 1 and not is_chosen and _scales(hparams):
+        out.append(
+            f"--server_optimizer={hparams.server_optimizer} gets the learning rate "
+            "1, the default of --server_lr, which is much for an adaptive one"
+        )
+    if "optimizer_state" in asked and hparams.optimizer_state == "persist":
+        made = [dataclasses.replace(hparams, **point) for point in points]
+        if not any(map(_keeps_state, made)):
+            out.append(
+                "--optimizer_state=persist has no effect with --client_optimizer="
+                f"{name}, which keeps nothing as it is set; omit it"
+            )
     return out
 
 
@@ -162,16 +166,11 @@ def _scales(hparams: local_training.LocalTraining) -> bool:
     return is_own or kind in server_optimizer.ADAPTIVE
 
 
-def _keeps_state(config: schema.Config, hparams: local_training.LocalTraining) -> bool:
-    """Whether the clients' optimizer keeps something where that is to persist."""
-    if hparams.optimizer_state != "persist":
-        return True
-    points = [dataclasses.replace(hparams, **x) for x in sweep.points(config.sweep)]
+def _keeps_state(hparams: local_training.LocalTraining) -> bool:
+    """Whether the clients' optimizer keeps something from one step to the next."""
     weight = (jax.ShapeDtypeStruct((1,), np.float32),)
-    states = [
-        jax.eval_shape(lambda w, x=x: optimizer.fresh(x, w), weight) for x in points
-    ]
-    return bool(jax.tree.leaves(states))
+    state = jax.eval_shape(lambda w: optimizer.fresh(hparams, w), weight)
+    return bool(jax.tree.leaves(state))
 
 
 def of_owners(
