@@ -235,6 +235,11 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
     return Measure(name, sums, finish, given=fn)
 
 
+def of_user(measures: Sequence[Measure]) -> list[Measure]:
+    """The custom ones."""
+    return [one for one in measures if one.given is not None]
+
+
 def check(measures: Sequence[Measure], num_classes: int) -> None:
     """Tries custom measures on four examples of `num_classes` classes.
 
@@ -243,9 +248,7 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
     """
     kinds = ((4, num_classes), jnp.float32), ((4,), jnp.int32), ((4,), jnp.bool_)
     probe = [jax.ShapeDtypeStruct(*one) for one in kinds]
-    for measure in measures:
-        if measure.given is None:
-            continue
+    for measure in of_user(measures):
         logits = jnp.asarray(np.random.default_rng(0).normal(size=kinds[0][0]), "f4")
         # Some answers are right, and some are wrong.
         label = (logits.argmax(-1) + jnp.array([0, 0, 1, 1])) % num_classes
@@ -278,7 +281,7 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
 
 def custom_names(measures: Sequence[Measure]) -> set[str]:
     """The metrics of custom measures."""
-    names = [one.name for one in measures if one.given is not None]
+    names = [one.name for one in of_user(measures)]
     forms = "global_{}", "client_{}", "client_{}_pooled"
     return {form.format(name) for name in names for form in forms}
 

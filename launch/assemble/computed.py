@@ -90,7 +90,7 @@ def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
     """Hashes what custom metrics compute, "" if there are none."""
     kinds = ((4, num_classes), np.float32), ((4,), np.int32), ((4,), np.bool_)
     batch = [jax.ShapeDtypeStruct(*one) for one in kinds]
-    own = [one for one in every if one.given is not None]
+    own = measures.of_user(every)
     return _joined([f"{one.name} {_traced(one.sums, *batch)}" for one in own])
 
 

@@ -512,9 +512,7 @@ class Run:
         last = summaries.summarize(*found, (self.round,), "last", self.round)
         kinds, shown = self.kinds, metrics.keys() - set(summaries.COUNTERS)
         numbers = [n for n in shown if metric_kinds.of(n, kinds) is not Kind.FRACTION]
-        own = [
-            m.name for m in self.program.scoring.score.measures if m.given is not None
-        ]
+        own = [m.name for m in measures.of_user(self.program.scoring.score.measures)]
         names = {name: {f"global_{name}", f"client_{name}_pooled"} for name in own}
         undefined = [name for name in own if metrics and not names[name] & set(metrics)]
         out = {
