@@ -133,7 +133,7 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
 
 def _counted(name: str, data: dataset.Dataset) -> dataset.Dataset:
     """Says so if there are more or fewer rows than in the official files."""
-    found, wanted = (data.num_train, len(data.label) - data.num_train), ROWS[name]
+    found, wanted = (data.num_train, data.num_test), ROWS[name]
     if found == wanted:
         return data
     here, there = (f"{train:,} train and {test:,}" for train, test in (found, wanted))

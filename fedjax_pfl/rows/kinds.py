@@ -651,8 +651,8 @@ class Hosted(Rows):
         order = np.concatenate(
             [first, np.flatnonzero(others & trained), np.flatnonzero(others & ~trained)]
         )
-        most, device = self.layout.rows_per_device, self.layout.device_of(order)
-        by_device = [order[device == d] for d in range(self.layout.devices)]
+        most = self.layout.rows_per_device
+        by_device = [order[at] for at in self.layout.places(order)]
         count = -(-max(map(len, by_device)) // most)
         parts = [
             [one[number * most : (number + 1) * most] for one in by_device]
