@@ -62,8 +62,9 @@ class Entry:
             as its losses are means of cross-entropies.
         shares_rows: Whether several devices may share out its private rows. It then
             reads and writes them with `state.rows` and `state.after` alone (those of
-            peers with `rows.exchange.take`, as `aggregate.mix_peers` does), and masks
-            of its `serving` have `task.num_rows` entries.
+            peers with `rows.exchange.take`, as `aggregate.mix_peers` does), and what
+            its `serving` gives by client has `task.num_rows` entries, in the order of
+            `state.clients`.
         fixed: Option -> value that makes a variant another method than its base.
     """
 

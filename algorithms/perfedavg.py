@@ -61,12 +61,7 @@ class HParams(averaging.Averaging):
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
-    """Makes Per-FedAvg; raises ValueError if the device has some clients' rows only."""
-    if task.num_residents:
-        raise ValueError(
-            "--client_state=host: perfedavg adapts to every client when it is "
-            "measured, on the device; omit it"
-        )
+    """Per-FedAvg as pure functions."""
     model, alpha, size = task.model, hparams.inner_lr, hparams.batch_size
     num_parts = 3 if hparams.hessian_free else 2
     gradient = jax.value_and_grad(fp.cross_entropy_loss(model), has_aux=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import each_client, execution, stacked, traffic, types
+from fedjax_pfl import execution, stacked, traffic, types
 from fedjax_pfl.variants import Variants
 
 # (sums, counts) of the last round by name, a float for each variant.
@@ -174,14 +174,15 @@ class Call:
     ) -> list[dict[str, float]]:
         """The last round's own metrics and the bytes so far, of each variant.
 
-        `TRAINED` is absent if no client of the round has test rows.
+        A metric with a count of 0 is absent, as `TRAINED` where no client of the round
+        has test rows.
         """
         every = []
         for slot, (variant, _) in enumerate(self.pairs):
             values = {
-                name: total[slot] / max(number[slot], 1.0)
+                name: total[slot] / number[slot]
                 for name, (total, number) in self.metrics.items()
-                if number[slot] or name != each_client.TRAINED
+                if number[slot]
             }
             sent = traffic.cumulative(totals.messages[variant], algorithm.messages)
             if totals.clock is not None:

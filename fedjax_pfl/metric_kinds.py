@@ -28,6 +28,16 @@ _FRACTION = re.compile(
     r".*accuracy.*|c_(spec|gen|per)|(\w+_)?exits_disagree"
     r"|(global|client)_(macro_f1|auc|ece)(_pooled)?|dropped(_later)?|critical"
 )
+# What evaluations and records call theirs
+_MEASURED = re.compile(
+    r"(val_|clients_in_)*((global|client|unseen|fine_tuned|worst_decile)_.*"
+    r"|c_(spec|gen|per)|bytes_(up|down)|round|seed|seconds|clock|diverged)"
+)
+
+
+def is_measured(name: str) -> bool:
+    """Whether a round's own metric of this name would be taken for another one."""
+    return _MEASURED.fullmatch(name) is not None
 
 
 def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:

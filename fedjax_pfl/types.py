@@ -198,7 +198,10 @@ class ClientRows:
     def owner(self) -> jax.Array:
         """int32[N]: the client of each row, or K for unowned rows."""
         index = jnp.arange(self.row.shape[0])
-        owner = jnp.searchsorted(self.start, index, side="right") - 1
+        # Among the rows that adapt models, those of unseen clients come last.
+        order = jnp.argsort(self.start)
+        place = jnp.searchsorted(self.start[order], index, side="right") - 1
+        owner = jnp.take(order, place, mode="clip")
         owned = index < jnp.take(self.start + self.count, owner, mode="clip")
         return jnp.where(owned, owner, self.start.shape[0])
 
@@ -609,12 +612,12 @@ class RoundState:
 class Serving:
     """A group of models, and the clients that each of them serves.
 
-    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True. Where
-    the state does not have the rows of all clients, it is the client's slot. The model
-    is row m of `own` (Variables with leaves [M, ...]), or `build(shared, row)`, called
-    where the model is needed so that the models never all exist at once. With `own`
-    None the model `shared` serves them all. `model`, `build` and `is_by_row` are
-    static. With `is_by_row` entry m is row m of the state's private rows.
+    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True; this
+    is the client's slot where rows are shared out, or on the host. The model is row m
+    of `own` (Variables with leaves [M, ...]), or `build(shared, row)`, called where the
+    model is needed so that the models never all exist at once. With `own` None the
+    model `shared` serves them all. `model`, `build` and `is_by_row` are static. With
+    `is_by_row` entry m is row m of the state's private rows.
     """
 
     own: Any
@@ -640,7 +643,8 @@ class Serving:
     ) -> Serving:
         """Row k of `own` serves client k (or `client_id[k]`), where `mask` bool[K].
 
-        Raises ValueError if `own` has no array.
+        With `shares_rows` these are slots, and `own` is made of `state.clients`. Raises
+        ValueError if `own` has no array.
         """
         if not (leaves := jax.tree.leaves(own)):
             raise ValueError(

@@ -222,7 +222,8 @@ def _program(
         program = build(task)
     rows_in = residence.place(config)
     if rows_in is not None:
-        task, program = residence.with_resident_rows(config, task, build, planner, data)
+        given = config, entry.shares_rows, task, build, planner, data
+        task, program = residence.with_resident_rows(*given)
     changes = None if config.client_chunk or not how.vmaps_runs else parts_with
     made = Computation(task, program, planner, rows_in, with_rows, changes)
     return made, of_others

@@ -26,6 +26,7 @@ from fedjax_pfl import (
     execution,
     fingerprint,
     measures,
+    metric_kinds,
     optimizer,
     scores,
     types,
@@ -163,12 +164,11 @@ def _watched(method: types.Algorithm) -> types.Algorithm:
 
     def round(state: Any, *given: Any) -> Any:
         out = method.round(state, *given)
-        is_right = _is_of(out, types.RoundState, Mapping, Mapping) and all(
-            isinstance(name, str) and _is_of(one, object, object)
-            for name, one in out[1].items()
-        )
+        is_right = _is_of(out, types.RoundState, Mapping, Mapping)
         wanted = "(RoundState, {metric: (sum, count)}, {message: count})"
         _expect("round", out, is_right, wanted)
+        for name, pair in out[1].items():
+            _expect_metric(name, pair)
         for name in ("server", "clients"):
             before, after = (getattr(one, name) for one in (state, out[0]))
             was, now = _form(before), _form(after)
@@ -219,6 +219,24 @@ def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
         form = {tuple: "({})", dict: "a dict of {}"}.get(type(value), "a {}")
         raise ValueError(
             f"algo: its {name} returned {form.format(given)}, expected {wanted}"
+        )
+
+
+def _expect_metric(name: Any, value: Any) -> None:
+    """Refuses (ValueError) what is no metric of a round, or has another's name."""
+    shapes = [
+        list(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: value))
+    ]
+    is_pair = isinstance(name, str) and _is_of(value, object, object)
+    if not is_pair or shapes != [[], []]:
+        raise ValueError(
+            f"algo: its round returned the metric {name!r} of shapes {shapes}, and a "
+            "pair of scalars (sum, count) by name is expected"
+        )
+    if metric_kinds.is_measured(name):
+        raise ValueError(
+            f"algo: its round returned the metric {name}, which is the name of what an "
+            "evaluation or a record has; give it another"
         )
 
 

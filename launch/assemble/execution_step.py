@@ -37,6 +37,8 @@ def chosen(
     copies = config.num_seeds * num_points * how.num_devices
     if row_bytes * copies <= devices.copied_row_bytes(config.emulate, target):
         return task
+    cohort = planned.planner(make(task), how).drawn(0, 0)
+    residence.check_serving(make, config.algo, task, data, cohort)
     layout = slots.Layout(config.num_clients, how.num_devices)
     how = how._replace(shares_rows=True)
     return task._replace(execution=how, num_residents=layout.num_rows)

@@ -21,7 +21,8 @@ def algorithm(algo: Any) -> algorithms.Entry:
     """The entry of a name or a custom algorithm; ValueError if it is neither."""
     known = algorithms.ALGORITHMS
     if isinstance(algo, str):
-        options.check_one_of("algo", algo, known)
+        hint = ", and a file of yours in Python, as algo=module" * algo.endswith(".py")
+        options.check_one_of("algo", algo, known, hint)
         return known[algo]
     if isinstance(algo, algorithms.Entry):
         return algo

@@ -49,6 +49,7 @@ def recorded(name: str) -> str:
 
 def with_resident_rows(
     config: schema.Config,
+    shares_rows: bool,
     task: types.Task,
     build: Callable[[types.Task], program_lib.Program],
     planner: plan.Planner,
@@ -56,13 +57,18 @@ def with_resident_rows(
 ) -> tuple[types.Task, program_lib.Program]:
     """Makes task and program for devices that hold only some clients' rows, not all.
 
-    `data` has a partition of all seeds.
+    `data` has a partition of all seeds, and the algorithm declares `shares_rows`.
 
     Raises:
-        ValueError: the algorithm keeps nothing for its clients, or not in equal rows.
+        ValueError: the algorithm keeps nothing for its clients, or not in equal rows,
+            or does not read them as it has to.
     """
     given = f"--client_state={config.client_state}"
-
+    if not shares_rows:
+        raise ValueError(
+            f"{given}: --algo={config.algo} needs the rows of all clients on the "
+            "device, as it does not declare shares_rows; omit it"
+        )
     tables, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
     one = jax.tree.map(lambda leaf: leaf[:1], data.partition)
 
@@ -98,7 +104,37 @@ def with_resident_rows(
             f"{given}: --algo={config.algo} keeps {what}, which must be on the device; "
             "omit it"
         )
+    check_serving(lambda task: build(task).algorithm, config.algo, task, data, cohort)
     return task, program
+
+
+def check_serving(
+    make: Callable[[types.Task], types.Algorithm],
+    name: str,
+    task: types.Task,
+    data: types.Data,
+    cohort: types.Cohort,
+) -> None:
+    """Refuses an algorithm that serves row k of a table by client, where rows move.
+
+    `data` has a partition of all seeds. Raises ValueError if the models of a group by
+    row (`Serving.each`) are not as many as the private rows.
+    """
+    # With more rows than clients, no table by client has as many entries.
+    num_rows = task.num_clients + 1
+    method = make(task._replace(num_residents=num_rows, execution=types.Execution()))
+    if method.serving is None:
+        return
+    data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
+    state = jax.eval_shape(method.init, data, jax.eval_shape(jax.random.key, 0))
+    for group in jax.eval_shape(method.serving, state, cohort, data):
+        count = jax.tree.leaves(group.own)[0].shape[0] if group.is_by_row else num_rows
+        if count != num_rows:
+            raise ValueError(
+                f"algo: {name} declares shares_rows, and its serving takes the "
+                f"models of clients from a table of {count} and not from "
+                "state.clients, whose rows move; keep them there, or do not declare it"
+            )
 
 
 def bytes_to_share(

@@ -113,13 +113,6 @@ def test_clients_that_never_train_are_adapted_to(start, problem):
     chex.assert_trees_all_close(*pair, atol=1e-6)
 
 
-def test_rows_on_the_host_are_refused(problem):
-    """Slots would not be clients."""
-    task = problem.task_of(num_residents=3)
-    with pytest.raises(ValueError, match="--client_state=host: perfedavg"):
-        perfedavg.make(perfedavg.HParams(), task)
-
-
 def test_without_an_inner_rate_it_is_fedavg(compiled, start, problem):
     """On the second half of each batch."""
     state, cohort = start().replace(clients=()), plain.cut(problem.cohort(1), 1)

@@ -54,6 +54,14 @@ def test_rows_and_their_owners():
     np.testing.assert_array_equal(nobody.owner(), np.full(4, 3))
 
 
+def test_owners_of_the_rows_that_adapt():
+    """Those of clients that never train come last, in the order of these clients."""
+    train = small.client_rows(np.array([8, 5, 9]), [2, 0, 1, 0])
+    unseen = small.client_rows(np.array([2, 7, 1]), [0, 2, 0, 1])
+    part = types.Partition(train, train, jnp.zeros(0, jnp.int32), unseen=unseen)
+    np.testing.assert_array_equal(part.adapting.owner(), [0, 0, 2, 1, 1, 3])
+
+
 def test_images_are_normalised_when_gathered():
     """Bytes stay bytes on the device; padding reads row 0."""
     data = small.tables([4]).replace(

@@ -171,6 +171,10 @@ def test_what_trained_is_saved(vectors, tmp_path):
     [
         ({"algo": "fedavg"}, "clients of --algo=fedavg keep nothing.*omit it"),
         ({"algo": "fedict"}, "--algo=fedict keeps what depends on each client"),
+        (
+            {"algo": "perfedavg", "optimizer_state": "persist"},
+            "--algo=perfedavg needs the rows of all clients .* declare shares_rows",
+        ),
         ({"algo": "dispfl"}, "each client begins with a row of its own"),
         ({"algo": "uapdfl", "shared_init": False}, "a row of its own"),
         ({"algo": "uapdfl", "track_pairs": 2}, "track_pairs=2 reads the same clients"),

@@ -108,6 +108,56 @@ def test_a_server_that_stays(options):
         contract.check(changed(fedavg, round=forgotten), **options)
 
 
+def test_a_state_that_stays_without_a_server_s_model(options):
+    """Such as of a network that makes the clients' models."""
+
+    def make(hparams, task):
+        made = fedper.make(hparams, task)
+
+        def init(data, key):
+            state = made.init(data, key)
+            return state.replace(server={"model": state.server, "own": jnp.ones(3)})
+
+        def round(state, cohort, data):
+            inner = state.replace(server=state.server["model"])
+            after, *more = made.round(inner, cohort, data)
+            return after.replace(server=state.server), *more
+
+        def serving(state, cohort, data):
+            return made.serving(
+                state.replace(server=state.server["model"]), cohort, data
+            )
+
+        changed = {"init": init, "round": round, "serving": serving, "server": None}
+        return made._replace(**changed)
+
+    mine = SimpleNamespace(HParams=fedper.HParams, make=make, __name__="mine")
+    with pytest.raises(contract.BrokenError, match="server's state changes in rounds"):
+        contract.check(mine, **options)
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_mean_that_counts_padding(options, count):
+    """Also where three clients at a time leave no padding."""
+
+    def make(hparams, task):
+        def update(client, server):
+            return fp.train(hparams, fp.cross_entropy_loss(task.model), server, client)
+
+        def round(state, cohort, data):
+            here = fp.Round(task, state, cohort, data)
+            trained, here = here.update(update, shared=state.server)
+            mean = jax.tree.map(lambda leaf: leaf.mean(0), trained.variables)
+            sent = {"model down": 1, "model up": 1}
+            return here.after(server=mean), trained.metrics(cohort), sent
+
+        return averaging.make(hparams, task, update)._replace(round=round)
+
+    mine = SimpleNamespace(HParams=averaging.Averaging, make=make, __name__="mine")
+    with pytest.raises(contract.BrokenError, match="How many clients are computed tog"):
+        contract.check(mine, **options, clients_per_round=count)
+
+
 def test_a_loss_that_counts_padding(options):
     """Rounds with other batches end elsewhere, and the line names the mask."""
     mine = SimpleNamespace(HParams=averaging.Averaging, make=no_mask, __name__="mine")
@@ -121,7 +171,7 @@ def test_a_loss_that_counts_padding(options):
         (absent_move, "mine breaks: Absent clients keep their private rows"),
         (
             place_counts,
-            "mine breaks: How many .* With three clients at a time",
+            "mine breaks: How many .* With 3 clients at a time",
         ),
         (undeclared, "declared kind. add a MessageKind for gossip"),
     ],

@@ -129,8 +129,18 @@ def _listed(state):
             "server returned a dict of Var",
         ),
         ("server", lambda out: {}, "server returned a dict of nothing, expected"),
-        ("round", lambda out: (out[0], {"x": 1.0}, {}), r"round returned \(RoundState"),
-        ("round", lambda out: (out[0], {3: (1, 1)}, {}), r"round returned \(RoundS"),
+        ("round", lambda out: (out[0], {"x": 1.0}, {}), r"round .* metric 'x' of sh"),
+        ("round", lambda out: (out[0], {3: (1, 1)}, {}), "round .* metric 3 of shapes"),
+        (
+            "round",
+            lambda out: (out[0], {"x": (np.ones(3, "f4"), 1)}, {}),
+            r"round returned the metric 'x' of shapes \[\[3\], \[\]\], and a pair of",
+        ),
+        (
+            "round",
+            lambda out: (out[0], {"global_loss": (1.0, 1.0)}, {}),
+            "round returned the metric global_loss, which is the name of what an eval",
+        ),
         (
             "round",
             lambda out: (_listed(out[0]), *out[1:]),
@@ -150,6 +160,29 @@ def test_own_algorithms_that_return_something_else(blobs, narrow, name, change, 
     given = {"dataset": blobs, "model": "narrow", "num_clients": 4, "devices": 1}
     with pytest.raises(ValueError, match=f"^algo: its {reason}"):
         build.experiment(algo=mine, **given)
+
+
+def test_an_own_metric_is_a_sum_by_its_count(blobs, narrow):
+    """Also with weights below 1; it is absent where nothing was counted."""
+
+    def make(hparams, task):
+        made = fedavg.make(hparams, task)
+
+        def round(*given):
+            state, metrics, sent = made.round(*given)
+            own = {"three": (1.5, 0.5), "none": (0.0, 0.0)}
+            return (
+                state,
+                metrics | {n: tuple(map(np.float32, own[n])) for n in own},
+                sent,
+            )
+
+        return made._replace(round=round)
+
+    mine = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="mine")
+    given = {"dataset": blobs, "model": "narrow", "num_clients": 4, "rounds": 1}
+    found = build.experiment(algo=mine, devices=1, **given).run(progress=False)
+    assert found["metrics"]["three"]["mean"] == 3 and "none" not in found["metrics"]
 
 
 def test_what_has_no_effect_is_noted(unequal, narrow):

@@ -11,7 +11,7 @@ import pytest
 
 from algorithms import local
 from data import plan
-from fedjax_pfl import types
+from fedjax_pfl import stacked, types
 from launch import build
 from tests import programs, vectors
 
@@ -214,6 +214,39 @@ def test_an_algorithm_of_ones_own(vectors):
     assert_alike(one, four)
     said = type("Said", (), vars(local) | {"shares_rows": True, "__doc__": "Local."})
     assert made(vectors, 4, algo=said).task.execution.shares_rows
+
+
+@pytest.mark.parametrize(
+    "devices, options", [(4, {}), (1, {"client_state": "host"})], ids=["4", "host"]
+)
+def test_models_in_a_table_by_client(vectors, devices, options):
+    """Rows move between slots, and a table of the server's does not."""
+
+    class Table:
+        """Local training, whose models are in the server's state too."""
+
+        HParams, shares_rows = local.HParams, True
+
+        @staticmethod
+        def make(hparams, task):
+            made = local.make(hparams, task)
+
+            def init(data, key):
+                table = stacked.repeat(task.init(task.model, key), task.num_clients)
+                return made.init(data, key).replace(server=table)
+
+            def round(state, cohort, data):
+                after, *more = made.round(state, cohort, data)
+                return after.replace(server=state.server), *more
+
+            def serving(state, cohort, data):
+                return (types.Serving.each(task.model, state.server),)
+
+            return made._replace(init=init, round=round, serving=serving)
+
+    words = f"Table declares shares_rows, and its serving .* from a table of {K} and"
+    with pytest.raises(ValueError, match=words):
+        made(vectors, devices, algo=Table, **options).start()
 
 
 def test_stopped_in_a_window(vectors, tmp_path):
