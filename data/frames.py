@@ -69,7 +69,7 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
             reason = "there is no such file"
         raise ValueError(f"cannot be read as CSV: {reason}") from error
     # pandas calls a column without a name `Unnamed: 0`, and so does what it has saved.
-    _check_names([re.sub(r"^Unnamed: .*", "", name) for name in header.iloc[0]])
+    check_names([re.sub(r"^Unnamed: .*", "", name) for name in header.iloc[0]])
     texts = {name: sorted({*frame[name]} & {*_MISSING} - {""}) for name in as_text}
     for name in as_text:
         frame[name] = _plain_numbers(frame[name])
@@ -141,7 +141,7 @@ def from_frame(
             not a feature.
     """
     names = [str(name) for name in frame.columns]
-    _check_names(names)
+    check_names(names)
     frame = frame.set_axis(names, axis=1)
     label, owner = chosen(names, label, owner)
     others = [name for name in names if name not in (label, owner)]
@@ -214,7 +214,7 @@ def _joined(
         if part is None:
             continue
         part = part.set_axis(list(map(str, part.columns)), axis=1)
-        _check_names(list(part.columns))
+        check_names(list(part.columns))
         is_owned = name in with_owner and owner in part
         if owner and not is_owned:
             part = part.assign(**{owner: frame[owner].iloc[0]})
@@ -280,7 +280,7 @@ def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
     return label, owner
 
 
-def _check_names(names: Sequence[str]) -> None:
+def check_names(names: Sequence[str]) -> None:
     """Refuses columns with equal names, or without a name as of a saved index."""
     counts = collections.Counter(names)
     twice = sorted(name for name, count in counts.items() if count > 1)

@@ -75,11 +75,7 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
             f"{second[0]}x{second[1]}; resize all of them to one size"
         )
     ((width, height),) = sizes
-    what = f"{len(found)} images of {width}x{height} pixels"
-    if max(width, height) > MAX_SIDE:
-        raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
-    # Memory holds each image, and then all of them as one array.
-    memory.check(2 * len(found) * width * height, what)
+    check_size(len(found), width, height)
     pixels = [_read(root, one, pixels_of) for one in found]
     num_gray = sum(image.shape[2] == 1 for image in pixels)
     if 0 < num_gray < len(pixels):
@@ -196,16 +192,31 @@ def _notes_of_links(root: pathlib.Path, found: list[pathlib.Path]) -> tuple[str,
     return (f"images that are links to others: {labels.listed(twice)}",)
 
 
+def check_size(count: int, width: int, height: int) -> None:
+    """Refuses (ValueError) images that are too large for training or for the memory."""
+    what = f"{count} images of {width}x{height} pixels"
+    if max(width, height) > MAX_SIDE:
+        raise ValueError(f"{what}, at most {MAX_SIDE}x{MAX_SIDE} are read; resize them")
+    # Memory holds each image, and then all of them as one array.
+    memory.check(2 * count * width * height, what)
+
+
 def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) -> Any:
     """Applies `take` to an opened pillow image; ValueErrors name the file."""
+    with files.named(f"{name} cannot be read", OSError):
+        files.check(root / name, "an image")
+        return read(root / name, take)
+
+
+def read(source: Any, take: Callable[[Any], Any]) -> Any:
+    """Applies `take` to the pillow image in a file; ValueErrors are phrases."""
     from PIL import Image  # takes a moment to import
 
     try:
-        files.check(root / name, "an image")
         with warnings.catch_warnings():
             # Pillow warns about many pixels, which are refused here.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(root / name, formats=FORMATS)
+            image = Image.open(source, formats=FORMATS)
         with image:
             return take(image)
     except Exception as error:  # damaged bytes raise various errors
@@ -214,7 +225,7 @@ def _read(root: pathlib.Path, name: pathlib.Path, take: Callable[[Any], Any]) ->
         reason = files.reason(error, 160)
         if "cannot identify" in reason:
             reason = f"it is not an image ({', '.join(FORMATS)}), or damaged"
-        raise ValueError(f"{name} cannot be read: {reason}") from error
+        raise ValueError(reason) from error
 
 
 def pixels_of(image: Any) -> np.ndarray:

@@ -94,6 +94,8 @@ def femnist(found: list[pathlib.Path]) -> dataset.Dataset:
     ValueError with the file that is damaged or another one.
     """
     parts = collections.defaultdict(list)
+    with files.named(f"{found[0].parent}"):
+        parquet.check_shards(found)
     for path in found:
         is_json = path.suffix == ".json"
         for one in (_of_json if is_json else _of_parquet)(path):

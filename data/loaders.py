@@ -145,9 +145,11 @@ def _of_hub(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
     """The arrays of the parquet files in `data_dir`, None if there are none."""
     name, _, kind = name.partition("/")
     root = pathlib.Path(data_dir)
-    for folder in (root, root / name) if data_dir else ():
-        for inner in ("", "data", HUB[name]):
-            if (found := parquet.official(folder / inner, kind)) is not None:
+    label = f"{kind or 'fine'}_label" if name == "cifar100" else "label"
+    for folder in (root / name, root) if data_dir else ():
+        for inner in (HUB[name], "data", ""):
+            place, is_of_digits = folder / inner, name in ("mnist", "svhn_cropped")
+            if found := parquet.official(place, label, is_of_digits):
                 return found
     return None
 
@@ -377,14 +379,25 @@ def load_parquet(
 ) -> dataset.Dataset:
     """Loads a table, or images, of a user's parquet files; see `parquet` and `doors`.
 
-    Files of splits are train, official test and validation rows. Raises ValueError,
-    whose message is a phrase, if one cannot be read or its columns do not fit.
+    Files of splits are train, official test and validation rows. Images without classes
+    (`least_classes` 1) need no labels. Raises ValueError, whose message is a phrase, if
+    one cannot be read or its columns do not fit.
     """
-    columns, notes = parquet.opened(path)
+    found = parquet.opened(path, label, owner)
+    columns = found.values
+    if found.are_images and layout not in ("auto", "nhwc"):
+        raise ValueError(
+            f"--layout={layout} is of arrays, and these are files of images; omit it"
+        )
+    if found.x and least_classes < 2:
+        x = columns.get("train", columns)[found.x]
+        columns = {"x": x, "label": np.zeros(len(x), np.int32)}
+        label = "label"
     rows = doors.opened(columns, label=label, owner=owner)
-    given = {"layout": layout, "least_classes": least_classes}
+    given = {"layout": "nhwc" if found.are_images else layout}
+    given["least_classes"] = least_classes
     made = doors.joined(*rows, label, owner, "", **given)
-    return made._replace(notes=(*notes, *made.notes))
+    return made._replace(notes=(*found.notes, *made.notes))
 
 
 DATASETS: dict[str, Source] = {
@@ -453,7 +466,7 @@ def _kind_of_file(path: str) -> str:
     """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
     if os.path.isdir(path) and os.sep in path:
         of_files = {"train/[0-9]*.npz": "pfllib", "*.json": "leaf"}
-        of_files["*.parquet"] = "parquet"
+        of_files |= dict.fromkeys(("*.parquet", "*/*.parquet"), "parquet")
         folder = pathlib.Path(path)
         return next((of_files[n] for n in of_files if any(folder.glob(n))), "images")
     kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf", ".parquet": "parquet"}

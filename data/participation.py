@@ -113,10 +113,11 @@ def file_bytes(given: str) -> bytes:
 def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.ndarray:
     """f64[rows, R], finite: the number `text` in all rows, or a file's JSON list."""
     is_file = given.startswith(PREFIX)
-    kind = [object] if is_file else json_text.NUMBER
     try:
-        found = json_text.read(file_bytes(given) or text, kind)
-        rows = found if is_file else [found] * num_rows
+        if is_file:
+            rows = json_text.read(file_bytes(given), [object])
+        else:
+            rows = [float(text)] * num_rows
         rows = [one if isinstance(one, list) else [one] for one in rows]
         if len(rows) != num_rows or len({len(one) for one in rows}) > 1:
             found = f"{len(rows)} entries for {num_rows} clients"

@@ -24,7 +24,7 @@ MAX_DEPTH = 50
 HASHED = {
     "data_sha256": "other data",
     "split_sha256": "other rows of clients",
-    "names_sha256": "other names of classes or owners",
+    "names_sha256": "other names of classes, owners or columns",
     "own_sha256": "custom code was edited",
     "computed_sha256": "custom code computes something else",
     "teacher_sha256": "another teacher",

@@ -27,7 +27,7 @@ DATA = {
     "owned texts": "a text with owners",
     "images": "other data than a text",
     "tables": "a CSV file, parquet or DataFrame",
-    "arrays": "arrays (npz:PATH, leaf:PATH or pfllib:PATH)",
+    "arrays": "arrays (npz:PATH, leaf:PATH, pfllib:PATH or parquet:PATH)",
     "coarse labels": "--dataset=cifar100",
 }
 IDENTITY, EXECUTION, NOWHERE = "identity", "execution", "nowhere"

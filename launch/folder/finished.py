@@ -91,7 +91,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     `every_accuracy` and so on.
     """
     points = run.points
-    accuracies = _accuracies(run, run.client_accuracies[:, : len(run.window)])
+    accuracies = _accuracies(run, run.summary_accuracies)
     if run.history is not None:
         done, every = run.kept_accuracies()
         found = _accuracies(run, np.moveaxis(every, 0, 1))

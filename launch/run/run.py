@@ -40,7 +40,9 @@ class Run:
         metrics: A dict per evaluated round and variant, which is a seed at a point.
         client_accuracies: f64[variants, window, K], nan if not evaluated; with
             `fine_tune_epochs` f64[variants, window, 2, K], before and after it. All
-            points of the first seed come first, then those of the second, ...
+            points of the first seed come first, then those of the second, ... If the
+            summary is of a best round, there are that of the rounds in `eval_every`,
+            and the last round's.
         history: What every evaluation measured of each client, None = not kept.
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
@@ -78,8 +80,9 @@ class Run:
         self.trained_before = tuple(parts.trained_before)
         owners = source.owners if config.partition == "natural" else None
         self.owners = owners and owners[: config.num_clients]
-        names = repr((self.classes, self.owners)).encode()
-        self.names_sha256 = hashlib.sha256(names).hexdigest()
+        names = self.classes, self.owners
+        names = repr(names if self.columns is None else (*names, self.columns))
+        self.names_sha256 = hashlib.sha256(names.encode()).hexdigest()
         self.dropped_owners = settings.dropped_owners
         self.notes = (
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
@@ -222,8 +225,11 @@ class Run:
 
         Without any, as after a divergence, the present one counts.
         """
-        # Each evaluation has a record of every variant, in order.
+        # Each evaluation has a record of every variant, in order. The end of a shorter
+        # run, from which this one goes on, is no candidate between two evaluations.
+        every, last = self.config.eval_every, self.config.rounds
         records = self.metrics[index :: self.simulation.variants.count]
+        records = [r for r in records if r["round"] % every == 0 or r["round"] == last]
         best = summaries.best_round(records, self.config.summary)
         return self.round if best is None else best
 
@@ -292,6 +298,8 @@ class Run:
     def _slot(self, index: int) -> int | None:
         """The place of this round in a variant's `client_accuracies`, None = none."""
         if self.config.summary in summaries.CHOSEN_BY:
+            if self.round % self.config.eval_every:
+                return 1  # the last round, beside the best one before it
             return 0 if self.best_round(index) == self.round else None
         return self.window.index(self.round) if self.round in self.window else None
 
@@ -404,11 +412,21 @@ class Run:
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
         """Copies the accuracies of rounds in `window` that are in the present one."""
         if self.config.summary in summaries.CHOSEN_BY:
-            self.client_accuracies[:, 0] = accuracies[:, 0]
+            self.client_accuracies[:, :2] = accuracies[:, :2]
             return
         for slot, done in enumerate(window):
             if done in self.window:
                 self.client_accuracies[:, self.window.index(done)] = accuracies[:, slot]
+
+    @property
+    def summary_accuracies(self) -> np.ndarray:
+        """The accuracies behind the summary, [variants, window, K] as they are kept."""
+        if self.config.summary not in summaries.CHOSEN_BY:
+            return self.client_accuracies[:, : len(self.window)]
+        every = np.arange(self.simulation.variants.count)
+        best = np.array([self.best_round(index) for index in every])
+        slots = (best % self.config.eval_every > 0).astype(int)
+        return self.client_accuracies[every, slots][:, None]
 
     def kept_accuracies(self) -> tuple[np.ndarray, np.ndarray]:
         """The evaluations of clients that are kept: those of the summary, or all.
@@ -424,7 +442,7 @@ class Run:
         elif self.config.summary in summaries.CHOSEN_BY:
             best = [self.best_round(index) for index in range(count)]
             several = slice(0, min(len(done), 1))
-            found = self.client_accuracies[:, several]
+            found = self.summary_accuracies[:, several]
             return np.array([best])[several], np.moveaxis(found, 1, 0)
         else:
             slots = [slot for slot, one in enumerate(self.window) if one in done]

@@ -145,7 +145,7 @@ def test_femnist_of_parquet(tmp_path, folder, change):
     "changed, reason",
     [
         ({"image": [None] * 15}, "gray images of 28x28 pixels"),
-        ({"image": [b"hello"] * 15}, "an image is damaged, or none of PNG"),
+        ({"image": [b"hello"] * 15}, "an image: it is not an image .PNG"),
         ({"image": [png(np.zeros((9, 28), np.uint8))] * 15}, "gray images of 28x28"),
         ({"character": [62] * 15}, "f0002_1: labels 0 to 61 are expected"),
         ({"character": ["?"] * 15}, r"f0002_1: character has the labels \?"),

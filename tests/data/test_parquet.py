@@ -1,12 +1,14 @@
 """Parquet files: the hub's images, tables, and what does not fit, in one line."""
 
 import io
+import json
 
 import numpy as np
+import pandas
 import pytest
 from PIL import Image
 
-from data import loaders
+from data import loaders, memory
 
 pyarrow = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -80,11 +82,17 @@ def test_folders_of_the_hub(tmp_path, name, inner, column, shape):
         ({"label": [0, 1, 2, 10]}, "labels 0 to 9, got .*, 0 to 10$"),
         (
             {"img": [b"hello"] * 4},
-            "train.parquet cannot be read: an img is damaged, or",
+            "train.parquet cannot be read: an img: it is not an",
         ),
-        ({"img": [b"hello", None] * 2}, "train.parquet cannot be read: an img is dam"),
-        ({"img": [{"bytes": None}] * 4}, "train.parquet cannot be read: an img has no"),
-        ({"label": None}, "columns img, other, and none is called label or fine_label"),
+        (
+            {"img": [b"hello", None] * 2},
+            "train.parquet cannot be read: an img: it has no by",
+        ),
+        (
+            {"img": [{"bytes": None}] * 4},
+            "train.parquet cannot be read: an img: it has no",
+        ),
+        ({"label": None}, "the columns img, other, and none is called label; give"),
     ],
 )
 def test_another_data_set(tmp_path, change, reason):
@@ -199,6 +207,197 @@ def test_columns_that_do_not_fit(tmp_path, columns, reason):
     assert line.startswith(f"--dataset=parquet:{path}: ") and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    "names, train, test, line",
+    [
+        # Names of other splits, as train_val is one of the hub's
+        ("train-0 train_val-0 val-0", "train-0", "", "not read: train_val-0.parquet"),
+        ("train-0 train-clean-1 test", "train-0", "test", "read: train-clean-1.par"),
+        # A folder's name comes first.
+        ("train/a test/train-sites", "train/a", "test/train-sites", ""),
+        ("train/0 test/0 extra/0", "train/0", "test/0", "not read: extra/0.parquet"),
+        (
+            "part-0 test/part-0",
+            "part-0 test/part-0",
+            "",
+            "one table, also test/part-0.p",
+        ),
+        (
+            "test/0 val/0",
+            "test/0 val/0",
+            "",
+            "one table, also test/0.parquet, val/0.pa",
+        ),
+        ("data/train-0 data/test-0", "data/train-0", "data/test-0", ""),
+    ],
+)
+def test_which_files_train(tmp_path, names, train, test, line):
+    """By the names of files and folders; a line names the others."""
+    root = tmp_path / "test_2024"  # the name of the whole folder says nothing
+    values = {name: float(number) for number, name in enumerate(names.split())}
+    for name, value in values.items():
+        write(root / f"{name}.parquet", a=[value, value + 0.5], y=[0, 1])
+    found = loaders.load(f"parquet:{root}", "")
+    first = found.image[:, 0].tolist()
+    assert {int(one) for one in first[: found.num_train]} == {
+        values[name] for name in train.split()
+    }
+    place = slice(found.num_train, found.num_train + found.num_test)
+    assert {int(one) for one in first[place]} == {values[name] for name in test.split()}
+    assert line in found.notes[0] if line else found.notes[0].startswith("label: y")
+
+
+@pytest.mark.parametrize(
+    "names, reason",
+    [
+        (["train-00000-of-00002"], "train-00001-of-00002 is missing; put it there"),
+        (
+            ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
+            "train-... is there in 1 files and 2 files; keep those of one",
+        ),
+        (["train", "train/0"], "train.parquet and the folder train are both of train"),
+        (["data/en/0000"], "it holds no parquet files; give their folder"),
+        (["default/partial-train/0000"], "it holds no parquet files; give their fold"),
+    ],
+)
+def test_files_that_are_missing_or_twice(tmp_path, names, reason):
+    """One line, before anything is read."""
+    for name in names:
+        write(tmp_path / f"{name}.parquet", a=[1.0, 2.0], y=[0, 1])
+    with pytest.raises(ValueError, match=reason) as error:
+        loaders.load(f"parquet:{tmp_path}", "")
+    assert "\n" not in str(error.value)
+
+
+def test_a_saved_index_is_no_feature(tmp_path):
+    """That of pandas, with a name or without, and what is left of one."""
+    frame = pandas.DataFrame({"a": GEN.normal(size=6), "y": [0, 1, 2] * 2})
+    frame.sample(frac=1, random_state=0).to_parquet(tmp_path / "plain.parquet")
+    frame.rename_axis("row").sample(frac=1).to_parquet(tmp_path / "named.parquet")
+    for name in ("plain", "named"):
+        found = loaders.load(f"parquet:{tmp_path}/{name}.parquet", "")
+        assert found.columns == ("a",)
+        assert ("the index row of the table is not" in found.notes[0]) == (
+            name != "plain"
+        )
+    frame.rename(columns={"a": "Unnamed: 0"}).to_parquet(tmp_path / "left.parquet")
+    with pytest.raises(ValueError, match="left.parquet: a column has no name, as of a"):
+        loaders.load(f"parquet:{tmp_path}/left.parquet", "")
+
+
+def test_two_columns_of_one_name(tmp_path):
+    """Either could be the label."""
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array([1.0, 2.0]), pyarrow.array([0, 1]), pyarrow.array([1, 0])],
+        names=["a", "y", "y"],
+    )
+    parquet.write_table(table, tmp_path / "own.parquet")
+    with pytest.raises(ValueError, match="own.parquet: several columns are named y"):
+        loaders.load(f"parquet:{tmp_path}/own.parquet", "")
+
+
+def test_another_data_set_of_the_hub(tmp_path):
+    """By the column of the labels, and by the names that the hub gives classes."""
+    pixels, label = hub(images(10, 32, 32, 3)), np.arange(10)
+    for part in ("train", "test"):
+        write(tmp_path / f"{part}.parquet", img=pixels, label=label)
+    assert loaders.load("cifar10", str(tmp_path)).num_train == 10
+    with pytest.raises(ValueError, match="img, label, and none is called fine_label"):
+        loaders.load("cifar100", str(tmp_path))
+    names = {"label": {"names": ["T-shirt", "Trouser"], "_type": "ClassLabel"}}
+    about = {b"huggingface": json.dumps({"info": {"features": names}})}
+    table = pyarrow.table({"image": hub(images(10, 28, 28)), "label": label})
+    for part in ("train", "test"):
+        path = tmp_path / "fashion" / f"{part}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        parquet.write_table(table.replace_schema_metadata(about), path)
+    assert loaders.load("fashion_mnist", str(path.parent)).num_train == 10
+    with pytest.raises(
+        ValueError, match="another data set, .* called T-shirt, Trouser"
+    ):
+        loaders.load("mnist", str(path.parent))
+
+
+def test_own_data_set_comes_first_in_a_folder_of_several(tmp_path):
+    """The folder of its name, whatever lies beside it."""
+    for place, value in (("", 1), ("cifar10/", 2)):
+        for part in ("train", "test"):
+            pixels = hub(np.full((10, 32, 32, 3), value, np.uint8))
+            path = tmp_path / f"{place}{part}.parquet"
+            write(path, img=pixels, label=np.arange(10))
+    assert loaders.load("cifar10", str(tmp_path)).image.max() == 2
+
+
+def test_images_have_their_layout(tmp_path):
+    """They are decoded with channels last, also where 3 rows look like channels."""
+    pixels = images(4, 3, 8, 3)
+    write(tmp_path / "own.parquet", image=hub(pixels), label=[0, 1, 0, 1])
+    found = loaders.load(f"parquet:{tmp_path}/own.parquet", "")
+    np.testing.assert_array_equal(found.image, pixels)
+    assert "NHWC" not in "".join(found.notes)
+    with pytest.raises(
+        ValueError, match="layout=nchw is of arrays, and these are files"
+    ):
+        loaders.load(f"parquet:{tmp_path}/own.parquet", "", layout="nchw")
+
+
+def test_gray_and_colours_in_different_splits(tmp_path):
+    """Gray ones become RGB."""
+    gray, colours = images(4, 5, 6), images(4, 5, 6, 3)
+    write(tmp_path / "train.parquet", image=hub(colours), label=[0, 1, 0, 1])
+    write(tmp_path / "test.parquet", image=hub(gray), label=[0, 1, 0, 1])
+    found = loaders.load(f"parquet:{tmp_path}", "")
+    np.testing.assert_array_equal(found.image[4:], np.repeat(gray[..., None], 3, -1))
+
+
+def test_large_images(tmp_path, monkeypatch):
+    """By their headers, before any pixels are read."""
+    path = tmp_path / "own.parquet"
+    write(path, image=hub([np.zeros((2, 5000), np.uint8)]), label=[0])
+    with pytest.raises(
+        ValueError, match="1 images of 5000x2 pixels, at most 4096x4096"
+    ):
+        loaders.load(f"parquet:{path}", "")
+    write(path, image=hub(images(8, 900, 1000)), label=[0, 1] * 4)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10_000_000)
+    with pytest.raises(ValueError, match="8 images of 1000x900 pixels need 0.0 GiB of"):
+        loaders.load(f"parquet:{path}", "")
+
+
+@pytest.mark.parametrize(
+    "kind", ["binary", "large_binary", "binary_view", "dictionary"]
+)
+def test_types_of_images(tmp_path, kind):
+    """Bytes alone, in each type; further columns of lists and bytes are not read."""
+    pixels, label = images(4, 5, 6, 3), [0, 1, 1, 0]
+    column = pyarrow.array([png(one) for one in pixels], "binary")
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
+    table = {"image": column, "label": label, "client": [b"ann", b"bob"] * 2}
+    more = {"captions": [["a"], ["b", "c"], [], ["d"]], "md5": [b"1", b"2", b"3", b"4"]}
+    write(tmp_path / "own.parquet", **table, **more)
+    found = loaders.load(f"parquet:{tmp_path}/own.parquet", "")
+    np.testing.assert_array_equal(found.image, pixels)
+    assert found.owners == ("ann", "bob")
+    assert "lists or bytes that are not used: captions, md5" in found.notes[0]
+
+
+def test_tensors_have_a_shape(tmp_path):
+    """Those of Arrow."""
+    x = GEN.normal(size=(6, 5, 4)).astype(np.float32)
+    column = pyarrow.FixedShapeTensorArray.from_numpy_ndarray(x)
+    write(tmp_path / "own.parquet", x=column, y=[0, 1, 2] * 2)
+    found = loaders.load(f"parquet:{tmp_path}/own.parquet", "")
+    np.testing.assert_array_equal(found.image, x[..., None])
+
+
+def test_public_images_need_no_labels(tmp_path):
+    """Nobody reads them."""
+    pixels = images(4, 5, 6, 3)
+    write(tmp_path / "own.parquet", image=hub(pixels), kind=list("abcd"))
+    found = loaders.load(f"parquet:{tmp_path}/own.parquet", "", "public_set")
+    np.testing.assert_array_equal(found.image, pixels)
+
+
 def test_files_that_do_not_fit(tmp_path):
     """No file, another folder, two kinds, and a damaged one."""
     with pytest.raises(
@@ -211,6 +410,9 @@ def test_files_that_do_not_fit(tmp_path):
     write(tmp_path / "two/train.parquet", b=[1.0, 2.0], y=[0, 1])
     with pytest.raises(ValueError, match="in its folders one, two, of which give one"):
         loaders.load(f"parquet:{tmp_path}", "")
+    write(tmp_path / "one/train-2.parquet", a=[1, 2], y=["0", "1"])
+    with pytest.raises(ValueError, match="y is of int64 and object; give files of one"):
+        loaders.load(f"parquet:{tmp_path}/one", "")
     write(tmp_path / "one/train-2.parquet", b=[1.0, 2.0], y=[0, 1])
     with pytest.raises(ValueError, match="columns a, y and .* b, y; give files of one"):
         loaders.load(f"parquet:{tmp_path}/one", "")

@@ -399,6 +399,23 @@ def test_what_is_no_models_file(arrays, tmp_path):
         made(arrays).save_model(tmp_path / "model.pt", client_id=0)
 
 
+def test_the_end_of_a_shorter_run_is_no_best_round():
+    """A run that goes on has the candidates of one that was never shorter."""
+    gen = np.random.default_rng(0)
+    data = gen.normal(size=(80, 4)).astype(np.float32), gen.integers(0, 3, 80)
+    given = {"dataset": data, "algo": "fedavg", "model": "mlp", "preset": "none"}
+    given |= {"model_width": 0.05, "num_clients": 4, "devices": 1, "client_lr": 0.1}
+    given |= {"summary": "best", "eval_every": 2, "batch_size": 4, "seed": 2}
+    short, whole = (build.experiment(**given, rounds=rounds) for rounds in (3, 6))
+    short.run(progress=False)
+    assert short.best_round(0) == 3  # its last round, which is not in eval_every
+    ((_, accuracies),) = short.simulation.evaluate()
+    np.testing.assert_array_equal(short.summary_accuracies[0, 0], accuracies)
+    found, expected = short.extend(6).run(progress=False), whole.run(progress=False)
+    assert found["metrics"] == expected["metrics"] and short.best_round(0) == 2
+    np.testing.assert_array_equal(short.summary_accuracies, whole.summary_accuracies)
+
+
 def test_interrupt_and_extend(arrays):
     """What was done stays; a longer run is the same as one made that long."""
     experiment = made(arrays, rounds=3)
