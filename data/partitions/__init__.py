@@ -121,7 +121,7 @@ def proxy_rows(labels: np.ndarray, fraction: float) -> np.ndarray:
     out = []
     for c in np.unique(labels):
         members = np.flatnonzero(labels == c)
-        # Rounded first, because (1 - .005) * 200 must be 199, not 198.99999.
+        # Rounded first, because .93 * 500 must be 465, not 464.99999999999994.
         kept = int(np.floor(round((1 - fraction) * len(members), 6)))
         out.append(members[kept:])
     return np.concatenate(out)

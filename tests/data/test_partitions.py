@@ -398,6 +398,7 @@ def test_every_row_is_a_test_row_equally_often(kind):
         ([7000] * 10, 0.005, 350),
         ([6000] * 10, 0.07, 4200),
         ([600] * 100, 0.07, 4200),
+        ([500], 0.07, 35),
         ([200] * 5, 0.005, 5),
     ],
 )
@@ -571,6 +572,13 @@ def test_a_share_of_the_train_rows(kind):
                 mine = used[source.label[used] == c]
                 np.testing.assert_array_equal(mine, rows[:count])
         before = split.train
+
+
+def test_a_share_is_rounded_before_it_is_rounded_up():
+    """7 % of 100 rows are 7, though .07 * 100 is 7.000000000000001."""
+    owned = parts.Parts(np.arange(100), np.array([100]))
+    kept = held_out.first_share(owned, np.zeros(100, int), 0.07)
+    assert kept.row.tolist() == list(range(7))
 
 
 def test_a_share_of_a_partition_file(tmp_path):

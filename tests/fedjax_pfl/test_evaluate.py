@@ -491,6 +491,7 @@ def test_metrics_by_hand():
     counts |= {"known": known, "own": sums | {"right": np.where(known, own, 0)}}
     values, _ = metrics(counts, test_count, 320)
     assert values["client_accuracy_pooled"] == pytest.approx(3 / 20)
+    assert values["worst_decile_accuracy"] == pytest.approx(0.1)
 
 
 def test_clients_that_never_train_are_not_scored():

@@ -501,6 +501,28 @@ def test_plans():
     assert local_training.plan(hparams, "more", 5) == types.PlanSpec("more", 5, 7)
 
 
+@pytest.mark.parametrize("answer", ["ensemble", "last"])
+def test_what_training_left_is_measured(answer):
+    """On all test rows, by the exits that a client holds, whatever the chunk trains."""
+    data, gen = small.tables([5], [70]), np.random.default_rng(1)
+    weight = gen.normal(size=(3, small.WIDTH, small.NUM_CLASSES)).astype(np.float32)
+    variables = types.Variables(tuple({"w": one} for one in weight), ({},) * 3)
+    model = small.linear(num_exits=3)._replace(answer=answer)
+    one = small.client(data, small.plan([5])).replace(model=model, is_tested=True)
+
+    @jax.jit
+    def run(level):
+        return local_training._tested(one.replace(level=level), variables)
+
+    rows = np.asarray(data.partition.test.row)[:70]
+    logits = np.asarray(data.image)[rows] @ weight
+    for level in (1, 2):
+        found, has_any = run(level)
+        z = logits[level - 1] if answer == "last" else logits[:level].sum(0)
+        right = (z.argmax(1) == np.asarray(data.label)[rows]).mean()
+        assert (has_any, found) == (1, pytest.approx(right))
+
+
 def test_cross_entropy_runs_the_model_in_train_mode(data):
     """The step's key and mask reach it; padding changes nothing."""
     seen = []

@@ -74,6 +74,17 @@ def test_fit_rests_where_it_is_not_active(data, is_active, expected):
     assert float(stage["w"]) == expected
 
 
+def test_fit_clips_at_the_global_norm(data):
+    """A step of rate 1 from zero is as long as the clipped gradient."""
+    found, _ = fit(data, small.regression, small.at_zero(), 7, 1, clip_norm=0.01)
+    x, gap = np.asarray(data.image)[ROWS], -np.asarray(data.label)[ROWS]
+    slope = np.array([*x.T @ gap / 7, gap.mean()])
+    size = np.linalg.norm(slope)
+    assert size > 0.1
+    found = [*found[0]["w"], found[1]["b"]]
+    np.testing.assert_allclose(found, -0.01 * slope / size, rtol=1e-5)
+
+
 def test_fit_gives_every_step_its_own_key_and_keeps_statistics(data):
     """Section 2: keys by step, also where an epoch revisits a batch."""
 

@@ -84,11 +84,13 @@ def test_chosen_positions_of_train_rows(data):
 
 
 def test_a_mask_is_no_word():
-    words = np.zeros(4000, np.int32)
+    """Nor is it drawn as one: four fifths of the chosen positions are hidden."""
+    words = np.zeros(100_000, np.int32)
     mask_words = jax.jit(augment.mask_words, static_argnums=2)
     hidden, chosen = map(np.asarray, mask_words(words, jax.random.key(0), 3))
     assert set(hidden.tolist()) == {0, 1, 2, 3}
     assert not hidden[~chosen].any()
+    assert (hidden[chosen] == 3).mean() == pytest.approx(0.8, abs=0.012)
 
 
 def fixed(logits, num_exits):
@@ -187,6 +189,17 @@ def test_perplexities_by_hand(num_exits):
     np.testing.assert_allclose(of_client, [own[0], np.nan, np.nan], rtol=1e-5)
     assert found["client_masked_perplexity"] == pytest.approx(own[0], rel=1e-5)
     assert found["clients_evaluated"] == 1 and "clients_evaluated" not in alone
+
+
+def test_trained_perplexities_are_at_the_chosen_positions():
+    """Where those alone are measured."""
+    own = np.array([[6.0, 3, 2, 1], [4.0, 2, 3, 1]])
+    counts = {"own": own, "trained": own / 2, "known": np.ones(2, bool)}
+    for positions, kind, first in (("all", "", 0), ("chosen", "masked_", 2)):
+        found, _ = scores.Words(positions).metrics(counts, np.ones(2, int), 2)
+        half = own[:, first : first + 2] / 2
+        wanted = np.exp(half[:, 0] / np.maximum(half[:, 1], 1)).mean()
+        assert found[f"trained_{kind}perplexity"] == pytest.approx(wanted)
 
 
 def test_the_worst_tenth_of_perplexities_is_rounded_down():

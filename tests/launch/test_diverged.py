@@ -9,6 +9,7 @@ import pytest
 from fedjax_pfl import program, types
 from launch import build
 from launch.folder import record
+from launch.run import summaries
 from launch.show import figures, words
 from launch.show import page as page_lib
 from tests import conftest
@@ -114,6 +115,13 @@ def test_what_is_looked_at(where):
         state.clients["w"] = state.clients["w"].at[row, 1].set(np.nan)
     found = bool(program._is_finite(state, metrics, cohort))
     assert found == (where in ("absent", "count"))
+
+
+def test_no_later_round_is_the_best():
+    """Whatever its record says."""
+    record = {"val_client_accuracy": 0.5, "round": 1}
+    later = {"val_client_accuracy": 0.9, "round": 2, "diverged": 2}
+    assert summaries.best_round([record, later]) == 1
 
 
 def test_beside_a_control(both):

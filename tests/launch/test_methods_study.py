@@ -500,21 +500,25 @@ def test_kept_studies_open(name):
     assert all(all(study.runs(setting).values()) for setting in study.settings)
 
 
-def test_wilcoxon_is_scipy_s():
-    """One seed gives scipy's p; seeds are combined by Stouffer, in both directions."""
-    from scipy import stats
+@pytest.mark.parametrize("missing", [0, 7])
+def test_wilcoxon_is_scipy_s(missing):
+    """One seed gives scipy's p; seeds are combined by Stouffer, in both directions.
 
+    A seed weighs by the root of its number of clients.
+    """
     one, other = GEN.normal(size=(2, 2, 12))
+    one[1, 12 - missing :] = np.nan
+    size = np.array([12, 12 - missing])
     found, _ = significance.wilcoxon(one[:1], other[:1])
     assert found == pytest.approx(stats.wilcoxon(one[0], other[0]).pvalue)
     sides = []
     for side in ("greater", "less"):
-        pairs = zip(one, other, strict=True)
+        gaps = [gap[np.isfinite(gap)] for gap in one - other]
         scores = [
-            stats.norm.isf(stats.wilcoxon(a, b, alternative=side).pvalue)
-            for a, b in pairs
+            stats.norm.isf(stats.wilcoxon(gap, alternative=side).pvalue) for gap in gaps
         ]
-        sides.append(stats.norm.sf(sum(scores) / np.sqrt(2)))
+        total = np.sqrt(size) @ scores
+        sides.append(stats.norm.sf(total / np.sqrt(size.sum())))
     expected = min(1, 2 * min(sides))
     (p, side), turned = (
         significance.wilcoxon(one, other),
@@ -566,6 +570,34 @@ def test_derived_numbers(done):
         reached = [r for r in curve if r["client_accuracy"] >= base[seed].mean() / 2]
         assert rounds == reached[0]["round"]
     assert found["until_clock"] is None
+
+
+def of_a_text(scale):
+    """A finished run of a text: perplexities of 29 clients, and curves that fall."""
+    values = scale * np.random.default_rng(5).uniform(20, 40, (2, 1, 29))
+    means = values[:, 0].mean(1)
+    entry = {"mean": means.mean(), "std": 1.0, "per_seed": [*means]}
+    records = [
+        {"seed": seed, "round": n, "client_perplexity": mean * (1.3 - 0.1 * n)}
+        for seed, mean in enumerate(means)
+        for n in range(4)
+    ]
+    summary = {"metrics": {"client_perplexity": entry}}
+    return record.Record(None, {}, records, {"perplexity": values}, summary)
+
+
+def test_derived_numbers_of_perplexities():
+    """Hurt are higher ones, the worst tenth is the highest, and a goal lies above."""
+    mine, base = of_a_text(0.9), of_a_text(1.0)
+    found = {n: derived.of(n, mine, base, 0.9) for n in derived.TITLES}
+    one, other = (run.clients["perplexity"][:, 0] for run in (mine, base))
+    assert found["hurt"]["mean"] == 0
+    assert derived.of("hurt", base, mine, 0.9)["mean"] == 1
+    assert found["gain"]["per_seed"] == pytest.approx((one - other).mean(1))
+    worst = np.sort(one)[:, -2:].mean(1)
+    assert found["bottom_decile"]["per_seed"] == pytest.approx(worst)
+    # .9 (1.3 - .1 n) <= 1 / .9 from round 1 on
+    assert found["until_rounds"]["per_seed"] == [1, 1]
 
 
 def test_what_has_no_folder_says_so_once(capsys):
@@ -622,17 +654,22 @@ def test_values_of_clients_are_behind_the_metrics(done):
     assert checked == 8
 
 
+def beside(how, values):
+    """The column of these clients' values beside the control `a`."""
+    entries = {
+        row: {"mean": one.mean(), "std": 0.01, "per_seed": list(one.mean(1))}
+        for row, one in values.items()
+    }
+    return table._values(how, entries, values, "a")
+
+
 def test_marks_follow_the_test():
     """A clear difference is marked and not bold; a small one is bold and unmarked."""
     gen = np.random.default_rng(0)
     base = gen.uniform(0.6, 0.8, (3, 30))
     values = {"a": base, "b": base + gen.normal(0, 0.01, base.shape), "c": base - 0.1}
-    entries = {
-        row: {"mean": one.mean(), "std": 0.01, "per_seed": list(one.mean(1))}
-        for row, one in values.items()
-    }
     how = words.metric("client_accuracy")
-    column = table._values(how, entries, values, "a")
+    column = beside(how, values)
     made = table.Table(list(values), [table.Column("", how, column)], [])
     assert [one.is_best for one in column] == [True, True, False]
     assert [one.mark for one in column] == ["", "", "worse"]
@@ -644,13 +681,17 @@ def test_marks_follow_the_test():
     assert "%" not in noted.replace(r"\%", "")  # nothing is a comment
     # Most clients are worse, and two outliers make a better mean: no mark.
     gap = np.array([[*np.linspace(-0.02, -0.01, 28), 0.9, 0.9]])
-    values = {"a": base[:1], "b": base[:1] + gap}
-    entries = {
-        row: {"mean": one.mean(), "std": 0.0, "per_seed": [one.mean()]}
-        for row, one in values.items()
-    }
-    _, other = table._values(how, entries, values, "a")
+    _, other = beside(how, {"a": base[:1], "b": base[:1] + gap})
     assert other.p < 0.05 and other.mean > base[0].mean() and not other.mark
+
+
+def test_marks_of_what_is_better_when_lower():
+    """Clearly lower perplexities are better, and higher ones worse."""
+    base = np.random.default_rng(0).uniform(20, 40, (2, 30))
+    values = {"a": base, "b": base - 2, "c": base + 2}
+    column = beside(words.metric("client_perplexity"), values)
+    assert [one.mark for one in column] == ["", "better", "worse"]
+    assert [one.is_best for one in column] == [False, True, False]
 
 
 def test_a_goal_that_some_seeds_missed_is_not_bold():
@@ -708,6 +749,17 @@ def test_intervals_of_differences(done):
         assert found["gap_low"][row] <= gap <= found["gap_high"][row]
     assert found["gap"].isna()[done.control]
     assert "gap" not in frame["Global, %"]
+
+
+def test_seeds_count_equally_in_intervals():
+    """The mean is that of the seeds' means, whatever their numbers of clients."""
+    gap = np.random.default_rng(3).normal(size=(2, 9))
+    gap[1, 4:] = np.nan
+    mean, low, high = significance.interval(gap, np.zeros_like(gap))
+    sides = gap[0], gap[1, :4]
+    assert mean == pytest.approx((sides[0].mean() + sides[1].mean()) / 2)
+    error = np.sqrt(sum(one.var(ddof=1) / len(one) for one in sides)) / 2
+    assert high - low == pytest.approx(2 * stats.t.ppf(0.975, 8 + 3) * error)
 
 
 def test_equal_rows(tmp_path):

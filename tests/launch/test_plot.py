@@ -10,7 +10,7 @@ import algorithms
 from launch import build, main, plot
 from launch.config import registry
 from launch.folder import record
-from launch.show import figures, looks
+from launch.show import curves, figures, looks
 from tests import conftest
 
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -148,6 +148,20 @@ def test_curves_show_means_over_seeds(runs):
         np.testing.assert_allclose(line.get_ydata(), expected)
     assert axes.get_xlabel() == "finished rounds"
     assert axes.get_ylabel() == "mean accuracy of clients (%)"
+
+
+def test_a_curve_has_the_means_and_the_spread_of_seeds():
+    """Also of where it is, in megabytes; the spread is that of a sample."""
+    pairs = enumerate(((0.2, 1e6), (0.4, 3e6), (0.9, 8e6)))
+    records = [
+        {"seed": seed, "round": 1, "client_accuracy": value}
+        | {"bytes_up": size, "bytes_down": 0}
+        for seed, (value, size) in pairs
+    ]
+    given = record.Record(None, {}, records, {}), "client_accuracy", 100
+    where, mean, spread = record.over_seeds(*given, curves.megabytes)
+    assert where == [4.0] and mean == pytest.approx([50])
+    assert spread == pytest.approx([np.std([20, 40, 90], ddof=1)])
 
 
 def test_a_curve_without_numbers(runs):

@@ -166,6 +166,15 @@ def test_differences_and_clients(sweep, tmp_path, capsys):
     assert again.count("missing") == 3
 
 
+def test_clients_with_lower_perplexities_are_served_better():
+    """Of a text fewer is better."""
+    runs = {
+        row: {"clients": {"perplexity": [values], "test_size": [[1] * 3]}}
+        for row, values in (("a", [1.0, 5.0, 1.5]), ("b", [2.0, 4.0, 2.0]))
+    }
+    assert paper._by_client("b", "", runs).rows == [("a", ["2", "1", "3"])]
+
+
 def test_given_options_hold_in_every_cell(sweep, tmp_path, capsys):
     """A column's own flag picks the column; others go to every cell that has them."""
     argv = [*sweep[1], "--partition_alpha=1", "--client_lr=0.3", "--rounds=1"]

@@ -308,7 +308,8 @@ def test_a_summary_over_fewer_values_says_so():
     found = summaries.summarize(seeds, [0, 1], window, "mean_last10", 0)["client_auc"]
     assert found["seeds"] == [0] and found["per_seed"] == pytest.approx([0.75])
     assert summaries.fewer(found) == "2 of 3 rounds, 1 of 2 seeds"
-    clients = [one | {"clients_in_client_auc": 1} for one in some]
+    pairs = zip(some, (2, 3, 1), strict=True)
+    clients = [one | {"clients_in_client_auc": count} for one, count in pairs]
     found = summaries.summarize(clients, [0], window, "mean_last10", 0)
     assert list(found) == ["client_auc"]
     assert summaries.fewer(found["client_auc"]) == "2 of 3 rounds, 1 client"

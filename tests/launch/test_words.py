@@ -105,6 +105,16 @@ def test_bytes_are_megabytes_and_fewer_are_better():
     assert how.text(entry) == "21.7 ± 0.1"
 
 
+def test_the_best_point_has_the_lowest_perplexity():
+    """By validation rows, of a text."""
+    parts = [
+        {"metrics": {"val_client_perplexity": {"mean": value}}}
+        for value in (9.0, 7.0, 8.0)
+    ]
+    line = words._chosen(parts, ["a", "b", "c"])
+    assert line.startswith("best by validation rows: b (")
+
+
 def test_a_frame_has_the_numbers_of_its_heads():
     how = words.metric("bytes_up")
     values = [table.Value("2.5 ± 0.1", 2.5e6, 1e5), table.Value("–")]
