@@ -154,14 +154,21 @@ def compiled(problem):
     """Jitted rounds by structure; `floats` are traced."""
     cache = {}
 
-    def get(algo, server="tiny", clients=None, chunk=3, floats=(), **structure):
-        name = (algo, server, clients, chunk, *sorted(structure.items()))
+    def get(
+        algo,
+        server="tiny",
+        clients=None,
+        chunk=3,
+        floats=(),
+        num_eligible=5,
+        **structure,
+    ):
+        name = (algo, server, clients, chunk, num_eligible, *sorted(structure.items()))
         if name not in cache:
             module = algorithms.ALGORITHMS[algo]
             hparams = module.HParams(batch_size=5, **structure)
-            cache[name] = jitted(
-                module, hparams, problem.task_of(server, clients, chunk)
-            )
+            task = problem.task_of(server, clients, chunk, num_eligible=num_eligible)
+            cache[name] = jitted(module, hparams, task)
 
         def one_round(state, cohort=None, data=None, **changed):
             cohort = problem.cohort(int(state.round)) if cohort is None else cohort

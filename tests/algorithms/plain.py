@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from data import plan, topology
-from fedjax_pfl import traffic, types
+from fedjax_pfl import each_client, traffic, types
 from tests import padded
 
 # Pytrees and states.
@@ -538,6 +538,20 @@ def averaged(trained, table, is_uniform=False):
     """The mean of layers by client, by default weighted by their examples."""
     weight = [1] * len(trained) if is_uniform else table.train.count[list(trained)]
     return mean(list(trained.values()), weight)
+
+
+def adapted(adapt, task, state, cohort, data, start=None):
+    """Parameters [C, ...] after `Algorithm.adapt` from one model, or from the rows."""
+
+    @jax.jit
+    def run(state, cohort, data, start):
+        def fn(client, shared):
+            begin = client.own if start is None else types.Variables(*start)
+            return adapt(client, begin, state.server).params
+
+        return each_client.update(fn, task, state, cohort, data)[0]
+
+    return host(run(state, cohort, data, start))
 
 
 # Cohorts.

@@ -95,6 +95,18 @@ def test_rounds_equal_a_numpy_reference(compiled, start, problem):
     assert 1 in taken and max(taken) > 10
 
 
+def test_weights_take_eleven_epochs_at_least(compiled, start, problem):
+    """Ten losses tell whether they still move, and the first is of the start."""
+    values = FLOATS | {"adaptive_threshold": 1e9, "adaptive_lr": 0.1}
+    state, cohort = state_of(start), problem.cohort(1)
+    after, *_ = compiled("fedala", floats=FLOATS)(state, cohort, **values)
+    *_, rows, epochs = reference(state, cohort, problem.table, values)
+    assert max(epochs.values()) == 11
+    for number, wanted in rows.items():
+        found = tuple(layer(after.clients[one], number) for one in ("weight", "own"))
+        chex.assert_trees_all_close(found, wanted, rtol=1e-3, atol=1e-5)
+
+
 def test_a_client_that_equals_the_server_does_not_learn(compiled, start, problem):
     """As all do in the first round, which then is FedAvg's."""
     state = start(equal=True)

@@ -299,6 +299,26 @@ def test_refused(algo, options, line, problem):
         make(algo, problem, **options)
 
 
+@pytest.mark.parametrize(("algo", "lowest"), [("fedrep", 2), ("fedrep_plus", 1)])
+def test_adapting_has_the_phases_of_a_round(algo, lowest, given, problem):
+    """The first epoch trains the personal layers alone, the last by the boundary."""
+    options = {"fedrep": {"personal_from": "last"}, "fedrep_plus": MOVING}[algo]
+    more = {"batch_size": 5, "local_epochs": 2, "head_epochs": 1}
+    task, data = problem.task_of(), problem.data
+    made = make(algo, problem, task, **options, **more)
+    # The third participation is the first with a personal layer.
+    state = given([2] * 5, lowest)
+    cohort = plain.planner(data, made.plans)(1)
+    one_epoch = cohort.plans["local"].num_steps // 2
+    *old, first = state.server.params
+    for steps, moves in ((one_epoch, False), (2 * one_epoch, True)):
+        of_some = task, state, plain.cut(cohort, steps), data
+        found = plain.adapted(made.adapt, *of_some, state.server)
+        *body, head = plain.at(found, 0)
+        assert plain.differs(body, old, 0) == moves
+        assert plain.differs(head, first)
+
+
 def test_other_architectures_of_clients_are_refused(problem):
     """The base is shared: one model for server and clients."""
     with pytest.raises(ValueError, match="--client_model=deeper"):

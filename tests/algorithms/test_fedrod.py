@@ -94,6 +94,19 @@ def test_the_sum_of_both_heads_serves(start, problem):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_adapting_trains_the_head_alone(start, problem):
+    """--fine_tune_epochs: the extractor stays."""
+    task, state = problem.task_of(), state_of(start)
+    made = fedrod.make(fedrod.HParams(batch_size=5), task)
+    cohort = plain.cut(problem.cohort(1), 1)
+    given = task, state, cohort, problem.data
+    *body, head = plain.adapted(made.adapt, *given, state.server)
+    *old, first = state.server.params
+    for number in range(3):
+        chex.assert_trees_all_equal(plain.at(body, number), old)
+        assert plain.differs(plain.at(head, number), first)
+
+
 def test_other_last_stages_are_refused(problem):
     """Two layers in the last stage, or only one stage."""
     two = stages.Sequential([stages.Dense(5), stages.Dense(4, False)])

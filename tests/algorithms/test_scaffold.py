@@ -7,7 +7,7 @@ import pytest
 
 from algorithms import scaffold
 from fedjax_pfl import shapes
-from tests.algorithms import plain
+from tests.algorithms import conftest, plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5, "server_lr": 0.8}
 
@@ -43,20 +43,29 @@ def reference(state, cohort, table, values):
         own[one.number] = plain.total(plain.minus(mine, c), walked)
         models.append(y)
         changes.append(plain.minus(own[one.number], mine))
-    equal = [1] * len(models)
-    step = plain.minus(plain.mean(models, equal), x)
+    by_rows = values["aggregation"] == "examples"
+    weight = table.train.count[list(own)] if by_rows else [1] * len(own)
+    step = plain.minus(plain.mean(models, weight), x)
     x = plain.total(x, plain.scaled(values["server_lr"], step))
-    share = len(models) / 5
-    c = plain.total(c, plain.scaled(share, plain.mean(changes, equal)))
+    share = len(models) / values["num_eligible"]
+    c = plain.total(c, plain.scaled(share, plain.mean(changes, weight)))
     return x, None, c, own
 
 
-def test_rounds_equal_a_numpy_reference(compiled, given, problem):
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"aggregation": "uniform", "num_eligible": 5},
+        {"aggregation": "examples", "num_eligible": 4},
+    ],
+)
+def test_rounds_equal_a_numpy_reference(structure, compiled, given, problem):
     """Both models and both control variates; every option matters."""
-    run, state = compiled("scaffold", floats=FLOATS), given()
-    close = {"rtol": 1e-3, "atol": 1e-4}
-    more = close | {"changes": dict.fromkeys(FLOATS, 0.3)}
-    for step in plain.follow(run, reference, state, problem, FLOATS, **more):
+    run, state = compiled("scaffold", floats=FLOATS, **structure), given()
+    close, values = {"rtol": 1e-3, "atol": 1e-4}, FLOATS | structure
+    changes = dict.fromkeys(FLOATS, 0.3) | {"num_eligible": 3}
+    more = close | {"changes": changes}
+    for step in plain.follow(run, reference, state, problem, values, **more):
         c, own = step.more
         found = plain.layers(step.after.server["control"])
         chex.assert_trees_all_close(found, c, **close)
@@ -92,6 +101,24 @@ def test_a_client_without_a_step_keeps_its_control(compiled, given, problem):
     chex.assert_trees_all_equal(
         plain.at(after.clients, row), plain.at(before.clients, row)
     )
+
+
+def test_running_statistics_are_the_clients(problem, start):
+    """Only parameters move by eta_g."""
+    state = start("with_norm")
+    rows = jax.tree.map(np.zeros_like, state.clients.params)
+    control = jax.tree.map(np.zeros_like, state.server.params)
+    server = {"model": state.server, "control": control}
+    hparams = scaffold.HParams(batch_size=5)
+    run = conftest.jitted(scaffold, hparams, problem.task_of("with_norm"))
+    state = state.replace(server=server, clients=rows)
+    one, other = (
+        run(state, problem.cohort(1), problem.data, server_lr=rate)[0].server["model"]
+        for rate in (1.0, 0.5)
+    )
+    chex.assert_trees_all_close(one.stats, other.stats, rtol=1e-6)
+    assert plain.differs(one.stats, server["model"].stats)
+    assert plain.differs(one.params, other.params)
 
 
 def test_twice_the_model_travels(problem, start):

@@ -316,6 +316,55 @@ def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
     assert last[name] == pytest.approx(found[unseen].mean(), rel=1e-5)
 
 
+def test_fine_tuning_of_few_large_clients():
+    """The rate is that of the next round, the shuffles are those of the seed alone.
+
+    Clients have more batches of test rows than training takes steps.
+    """
+    x = GEN.normal(size=(1400, 6)).astype(np.float32)
+    given = {"dataset": (x, (x[:, 0] > 0).astype(int), np.arange(1400) // 700)}
+    given |= {"rounds": 1, "eval_every": 1, "clients_per_round": 2, "batch_size": 300}
+    # Almost 0 from round 1 on
+    given |= {"fine_tune_epochs": 1, "client_lr": 0.3, "client_lr_decay": 1e-6}
+    both, alone = ran(**given, num_seeds=2), ran(**given, seed=1)
+    assert part(alone).test.count.min() > 2 * 64
+    first, last = (one for one in both.metrics if one["seed"] == 1)
+    assert abs(first["fine_tuned_loss"] - first["client_loss"]) > 1e-3
+    assert last["fine_tuned_accuracy"] == last["client_accuracy"]
+    assert last["fine_tuned_loss"] == pytest.approx(last["client_loss"], rel=1e-5)
+    expected = pytest.approx(alone.metrics[0]["fine_tuned_loss"], rel=1e-6)
+    assert first["fine_tuned_loss"] == expected
+
+
+def test_accuracies_by_architecture(monkeypatch):
+    """Of clients that may train, before they are fine-tuned."""
+
+    def other(num_classes, width=1.0):
+        return toy.narrow(num_classes, width)._replace(name="other")
+
+    monkeypatch.setitem(models.MODELS, "other", other)
+    given = {"algo": "fedmd", "proxy_fraction": 0.1, "client_model": "narrow,other"}
+    experiment = planned(**given, unseen_clients=3, fine_tune_epochs=1)
+    found, is_even = GEN.uniform(size=(2, 10)), np.arange(10) % 2 == 0
+    unseen = part(experiment).is_unseen
+    assert experiment._by_architecture(found, 0) == pytest.approx(
+        {
+            "client_accuracy_narrow": found[0][is_even & ~unseen].mean(),
+            "client_accuracy_other": found[0][~is_even & ~unseen].mean(),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("algo", "label"), [("fedmd", 0), ("cdkt", 1), ("fedavg", None)]
+)
+def test_bytes_of_sending_a_proxy_set_once(algo, label):
+    """To all ten clients: six floats a row, and a byte for a label that is sent."""
+    experiment = planned(algo=algo, **{} if label is None else {"proxy_fraction": 0.1})
+    size = 0 if label is None else 10 * experiment.task.num_proxy * (6 * 4 + label)
+    assert experiment.setup_bytes() == size
+
+
 @pytest.mark.parametrize("state", ["replicated", "device", "host"])
 def test_it_leaves_the_run_as_it_is(state):
     """The bits of all else are those of a run that does not measure it."""
@@ -367,12 +416,21 @@ def test_the_best_round(tmp_path, summary, by):
 def test_early_stop(tmp_path):
     """It ends when no validation became better, and a resumed run ends there, too."""
     given = {"client_lr": 0.0, "rounds": 30, "eval_every": 2, "val_split": 0.25}
-    given |= {"early_stop": 3, "workdir": str(tmp_path / "run")}
+    given |= {"early_stop": 4, "workdir": str(tmp_path / "run")}
     experiment = ran(**given)
     assert experiment.round == 4
     assert experiment.summary()["stopped_early"]
     again = ran(**given)
     assert (again.round, again.summary()["rounds"]) == (4, 4)
+
+
+def test_early_stop_waits_for_all_variants():
+    """One of two points never becomes better."""
+    given = {"rounds": 30, "val_split": 0.25, "eval_every": 1, "early_stop": 2}
+    experiment = ran(**given, sweep={"client_lr": [0.0, 0.1]})
+    best = [experiment.best_round(variant) for variant in range(2)]
+    assert best[0] == 0 < best[1]
+    assert experiment.round - max(best) == 2
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,72 @@ def test_the_clock_is_a_plain_computation(algo, tmp_path, monkeypatch):
     assert experiment.summary()["metrics"]["clock"]["mean"] == line["clock"]
 
 
+def seconds(experiment):
+    """(clients, levels, simulated seconds) of the first round."""
+    cohort = experiment.planner.window(0, 0, 1, 1, 0)
+    real = cohort.row_mask[0]
+    parts = cohort.client_id, cohort.level, cohort.seconds
+    return (one[0][real] for one in parts)
+
+
+def test_the_clock_of_several_architectures(monkeypatch):
+    """Each client computes its own model."""
+
+    def wide(num_classes, width=1.0):
+        return toy.narrow(num_classes, 3.0)._replace(name="wide")
+
+    monkeypatch.setitem(models.MODELS, "wide", wide)
+    given = {"algo": "fedmd", "proxy_fraction": 0.1, "client_model": "narrow,wide"}
+    experiment = made(**given, client_speed="lognormal:0", clients_per_round=8)
+    ids, _, found = seconds(experiment)
+    macs = np.array([counts.macs(one, (6,)) for one in experiment.task.client_models])
+    rows = np.asarray(experiment.data.partition.train.count)[0]
+    wanted = 2 * rows[ids] * 3 * macs[ids % 2] / 1e9
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    assert macs[0] < macs[1]
+
+
+def test_the_clock_of_widths():
+    """A client computes and sends about the share of its slice's parameters."""
+    given = {"algo": "heterofl", "level_mix": "1:1", "client_speed": "lognormal:0"}
+    experiment = made(**given, clients_per_round=8)
+    net = experiment.task.model
+    sizes = np.array(
+        [shapes.model_bytes(one, (6,)) for one in (net.at_width(0.5), net)]
+    )
+    ids, level, found = seconds(experiment)
+    rows = np.asarray(experiment.data.partition.train.count)[0]
+    macs = counts.macs(net, (6,)) * sizes[level - 1] / sizes[1]
+    np.testing.assert_allclose(found, 2 * rows[ids] * 3 * macs / 1e9, rtol=1e-6)
+    np.testing.assert_allclose(experiment.planner._who.num_bytes, 2 * sizes)
+    assert set(level) == {1, 2}
+
+
+def test_an_interrupted_client_works_until_it_stops():
+    """The seconds are those of the examples of its steps."""
+    given = {"interrupted": 0.5, "clients_per_round": 8, "local_epochs": 1}
+    experiment = made(**given, client_speed="lognormal:0")
+    ids, _, found = seconds(experiment)
+    rows = np.asarray(experiment.data.partition.train.count)[0][ids]
+    steps = experiment.planner.window(0, 0, 1, 1, 0).plans["local"].num_steps[0]
+    examples = np.minimum(5 * steps, rows)
+    assert (5 * steps < rows).any() and (5 * steps > rows).any()
+    macs = counts.macs(experiment.task.model, (6,))
+    np.testing.assert_allclose(found, examples * 3 * macs / 1e9, rtol=1e-6)
+
+
+def test_a_deadline_counts_the_messages_of_each_level():
+    """A larger part leaves less time."""
+    who = participation.Participation(
+        **{"chance": np.ones((2, 1)), "speed": np.ones((1, 2))},
+        **{"macs": np.full((2, 2), 1e6), "num_bytes": np.array([1e5, 1e6])},
+        round_seconds=1.05,
+    )
+    where = 0, np.arange(2), np.array([1, 2])
+    (steps,) = who.in_time([types.PlanSpec("local", 1, 5)], np.full(2, 20), *where)
+    assert steps.tolist() == [4, 3]  # .05 seconds are 16 of 20 examples
+
+
 def test_steps_before_a_deadline():
     """Those of a plain loop over batches; who does no step does not take part."""
     local, again = types.PlanSpec("local", 2, 5), types.PlanSpec("again", 1, 5)

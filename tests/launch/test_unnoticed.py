@@ -64,6 +64,9 @@ def test_short_runs_have_short_windows():
     frame = build.Comparison({"a": experiment}).summary()
     assert frame["client_accuracy"]["a"] == pytest.approx(np.mean(curve[-2:]))
     assert frame["client_accuracy last round"]["a"] == pytest.approx(curve[-1])
+    losses = [record["global_loss"] for record in experiment.metrics]
+    assert frame["global_loss"]["a"] == pytest.approx(np.mean(losses[-2:]))
+    assert frame["global_loss last round"]["a"] == losses[-1] != losses[-2]
     assert frame["summary"]["a"] == "mean of rounds 7 to 8"
     assert summaries.in_words("median_last10", (5,)) == "median of round 5"
 
