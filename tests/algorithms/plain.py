@@ -52,6 +52,12 @@ def perturbed(tree, seed=0, size=0.5):
     )
 
 
+def sound(variables, size=1.0):
+    """The same Variables with statistics above 0, as variances are, times `size`."""
+    stats = jax.tree.map(lambda x: size * (np.abs(x) + 0.5), variables.stats)
+    return variables._replace(stats=stats)
+
+
 def assert_largest(mask, score, count, among=None, gap=1e-5):
     """`mask` has exactly `count` True entries, those of the largest scores in `among`.
 
@@ -540,18 +546,21 @@ def averaged(trained, table, is_uniform=False):
     return mean(list(trained.values()), weight)
 
 
-def adapted(adapt, task, state, cohort, data, start=None):
-    """Parameters [C, ...] after `Algorithm.adapt` from one model, or from the rows."""
+def adapter(adapt, task):
+    """`(state, cohort, data, start) -> parameters [C, ...]` by an `Algorithm.adapt`.
+
+    Without `start` a client begins with its own row.
+    """
 
     @jax.jit
-    def run(state, cohort, data, start):
-        def fn(client, shared):
-            begin = client.own if start is None else types.Variables(*start)
+    def run(state, cohort, data, start=None):
+        def fn(client, _):
+            begin = client.own if start is None else start
             return adapt(client, begin, state.server).params
 
         return each_client.update(fn, task, state, cohort, data)[0]
 
-    return host(run(state, cohort, data, start))
+    return lambda *given: host(run(*given))
 
 
 # Cohorts.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from algorithms import apfl
-from tests.algorithms import plain
+from tests.algorithms import conftest, plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5}
 WEIGHTS = np.float32([0.1, 0.3, 0.5, 0.7, 0.9])
@@ -84,6 +84,25 @@ def test_the_mixture_serves(start, problem):
             state.server.params,
         )
         chex.assert_trees_all_close(one.params, expected, atol=1e-6)
+
+
+def test_statistics_of_the_mixture_are_the_clients_own(problem, start):
+    """In training and where it serves, whatever the server's are."""
+    hparams, task = apfl.HParams(batch_size=5), problem.task_of("with_norm")
+    run, state = conftest.jitted(apfl, hparams, task), start("with_norm")
+    rows = {"own": state.clients, "own_weight": np.full(5, 0.4, np.float32)}
+    state, moved = state.replace(clients=rows), plain.perturbed(state.server.stats)
+    other = plain.with_server(state, state.server._replace(stats=moved))
+    after, again = (
+        run(one, problem.cohort(1), problem.data)[0].clients["own"]
+        for one in (state, other)
+    )
+    chex.assert_trees_all_close(after.stats, again.stats, rtol=1e-5)
+    assert plain.differs(after.stats, rows["own"].stats)
+    made = apfl.make(hparams, task)
+    for number, one in enumerate(plain.served(made, state)):
+        own = plain.at(rows["own"], number)
+        chex.assert_trees_all_equal(plain.host(one.stats), own.stats)
 
 
 def test_shares_stay_between_zero_and_one(compiled, start):

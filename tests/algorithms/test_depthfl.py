@@ -546,15 +546,20 @@ def convex():
     return data, cohort, slope, best
 
 
+def of_convex(**changed):
+    """(DepthFL, the task) of that problem."""
+    model = small.linear("convex", 3)
+    task = types.Task(model, (model,), np.zeros(4), 4, 4, 0, 4, 16, (small.WIDTH,))
+    how = types.Execution(1, is_bucketed=False)
+    task = task._replace(execution=how, num_levels=3)
+    given = {"batch_size": 16, "level_mix": "1:1:2"} | CONVEX | changed
+    return depthfl.make(depthfl.HParams(**given), task), task
+
+
 def settled(convex, rounds=60, **changed):
     """The states after DepthFL's rounds in which everybody takes part."""
     data, cohort, _, _ = convex
-    model = small.linear("convex", 3)
-    task = types.Task(model, (model,), np.zeros(4), 4, 4, 0, 4, 16, (small.WIDTH,))
-    made = depthfl.make(
-        depthfl.HParams(**{"batch_size": 16, "level_mix": "1:1:2"} | CONVEX | changed),
-        task._replace(execution=types.Execution(1, is_bucketed=False), num_levels=3),
-    )
+    made, _ = of_convex(**changed)
     state = made.init(data, jax.random.key(0))
     run, states = jax.jit(made.round), [plain_state(state)]
     for _ in range(rounds):
@@ -598,6 +603,33 @@ def test_a_level_that_no_client_can_hold(convex):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after.server))
     chex.assert_trees_all_equal(stages_of(after, 2), stages_of(before, 2))
     assert plain.differs(stages_of(after, 0, 2), stages_of(before, 0, 2))
+
+
+def test_h_is_a_mean_over_clients_that_may_train(convex):
+    """The denominator `capable` counts nobody else."""
+    data, cohort, *_ = convex
+    made, _ = of_convex(h_denominator="capable")
+    state, run = made.init(data, jax.random.key(0)), jax.jit(made.round)
+    found = []
+    for count in (0, 7):
+        unseen = types.ClientRows(*map(small.ints, ([0], [0] * 4, [0, 0, 0, count])))
+        part = data.partition.replace(unseen=unseen)
+        after, *_ = run(state, cohort, data.replace(partition=part))
+        found.append(after.server["h"])
+    for every, fewer, sharers in zip(*found, (4, 3, 2), strict=True):
+        expected = jax.tree.map(lambda h, n=sharers: n / (n - 1) * h, every)
+        chex.assert_trees_all_close(fewer, expected, rtol=1e-6)
+        assert plain.differs(every, fewer)
+
+
+def test_adapting_distils(convex):
+    """--fine_tune_epochs: exits learn from one another, as much as in that round."""
+    data, cohort, *_ = convex
+    made, task = of_convex(self_distill_weight=2.0, ramp_rounds=2)
+    state, run = made.init(data, jax.random.key(0)), plain.adapter(made.adapt, task)
+    given, start = (plain.cut(cohort, 1), data), state.server["model"]
+    later = state.replace(round=state.round + 2)
+    assert plain.differs(*(run(one, *given, start) for one in (state, later)))
 
 
 # Smaller global models, and who stays out.

@@ -234,6 +234,24 @@ def test_equal_masks_are_those_of_the_mean(given, problem, cohort_at):
         chex.assert_trees_all_close(found, expected, atol=1e-6)
 
 
+def test_statistics_are_means_over_clients_and_peers(start, problem):
+    """Whatever a mask holds."""
+    made = make(problem.task_of("with_norm"))
+    cohort = plain.with_peers(problem.cohort, types.PeerSpec(2, "random"))(1)
+    own = start("with_norm").clients
+    held = jax.tree.map(lambda leaf: np.ones(leaf.shape, bool), own.params)
+    clients = {"own": own, "private": dispfl.packed(held, held)}
+    state = start("with_norm").replace(server=(), clients=clients)
+    jitted = made._replace(serving=jax.jit(made.serving))
+    served = plain.served(jitted, state, cohort, problem.data)
+    for one in plain.clients(state, cohort, problem.table):
+        ids = [one.number, *one.peers]
+        wanted = jax.tree.map(lambda x, k=ids: x[k].mean(0), own.stats)
+        found = served[one.number].stats
+        chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)
+        assert len(ids) == 3
+
+
 def test_who_starts_with_what(problem):
     """The same weights, masks that differ by client and by seed, nothing outside."""
     made = make(problem.task_of(), **STRUCTURE)

@@ -447,6 +447,29 @@ def test_servers_first_layer_is_inert(structure, rounds):
     chex.assert_trees_all_equal(again.clients, after.clients)
 
 
+def test_what_is_uploaded(problem, start):
+    """Features are in eval mode, of images as they are, also with --augment.
+
+    The only client does not train; what is left to chance is an augmentation.
+    """
+    task = problem.task_of("with_norm")
+    made = fedd2s.make(fedd2s.HParams(batch_size=5), task)
+    cohort = plain.cut(plain.planner(problem.data, made.plans, 1)(1), 0)
+    data, run = problem.data.replace(augment="crop_flip"), jax.jit(made.round)
+    state, taken = start("with_norm"), np.zeros(5, np.int32)
+
+    def after(size, key=3):
+        own = plain.sound(state.clients, size)
+        clients = {"own": own, "participations": taken}
+        begin = state.replace(clients=clients, key=jax.random.key(key))
+        return run(begin, cohort, data)[0].server.params
+
+    found = after(1.0)
+    assert plain.differs(found, state.server.params)
+    assert plain.differs(found, after(0.25), 1e-5)
+    chex.assert_trees_all_close(found, after(1.0, key=4), rtol=1e-6)
+
+
 # Section 1.1's table: MB up of l = 6..1 by 800 examples, and of the head down.
 MEGABYTES = {
     "m1": (6.586, 6.606, 6.657, 8.193, 9.831, 6.554),

@@ -299,6 +299,30 @@ def test_equal_frequencies_give_the_plain_distance(name, run, given):
     assert plain.differs(results[0], plain.server(after), 1e-4)
 
 
+def test_what_is_uploaded(given, start, problem):
+    """Features are in eval mode, of images as they are, also with --augment.
+
+    The only client does not train; what is left to chance is an augmentation.
+    """
+    task = problem.task_of("with_norm")
+    made = fedict.make(fedict.HParams(batch_size=5), task)
+    cohort = plain.cut(plain.planner(problem.data, made.plans, 1)(1), 0)
+    cohort = plain.cut(cohort, 0, "distill")
+    data, run = problem.data.replace(augment="crop_flip"), jax.jit(made.round)
+    state, net = given(), start("with_norm")
+    server = state.server | {"model": net.server}
+
+    def after(size, key=3):
+        clients = state.clients | {"own": plain.sound(net.clients, size)}
+        begin = state.replace(server=server, clients=clients, key=jax.random.key(key))
+        return run(begin, cohort, data)[0].server["model"].params
+
+    found = after(1.0)
+    assert plain.differs(found, net.server.params)
+    assert plain.differs(found, after(0.25), 1e-5)
+    chex.assert_trees_all_close(found, after(1.0, key=4), rtol=1e-6)
+
+
 def test_label_frequencies(problem):
     """Section 1.9: d^n of a client's train rows, d^g of all of them; common init."""
     made, table = make("momentum", problem), problem.table

@@ -307,13 +307,12 @@ def test_adapting_has_the_phases_of_a_round(algo, lowest, given, problem):
     task, data = problem.task_of(), problem.data
     made = make(algo, problem, task, **options, **more)
     # The third participation is the first with a personal layer.
-    state = given([2] * 5, lowest)
+    run, state = plain.adapter(made.adapt, task), given([2] * 5, lowest)
     cohort = plain.planner(data, made.plans)(1)
     one_epoch = cohort.plans["local"].num_steps // 2
     *old, first = state.server.params
     for steps, moves in ((one_epoch, False), (2 * one_epoch, True)):
-        of_some = task, state, plain.cut(cohort, steps), data
-        found = plain.adapted(made.adapt, *of_some, state.server)
+        found = run(state, plain.cut(cohort, steps), data, state.server)
         *body, head = plain.at(found, 0)
         assert plain.differs(body, old, 0) == moves
         assert plain.differs(head, first)

@@ -187,6 +187,24 @@ def test_a_class_without_a_prototype_pulls_nothing(problem, task, cohort_at):
     chex.assert_trees_all_equal(first.clients, second.clients)
 
 
+def test_adapting_is_pulled_to_the_prototypes(problem, start):
+    """--fine_tune_epochs: cross-entropy and the distance, as in a round."""
+    task = problem.task_of()
+    made = fedproto.make(fedproto.HParams(batch_size=5), task)
+    own = start().clients
+    served = state_of().replace(clients=(own,))
+    (group,) = made.serving(served, None, problem.data)
+
+    def adapt(client, row, server):
+        client = client.replace(model=group.model)
+        return made.adapt(client, group.variables(row), server)
+
+    run, cohort = plain.adapter(adapt, task), plain.cut(problem.cohort(1), 1)
+    begun = [state_of(known).replace(clients=own) for known in ([1] * 4, [0] * 4)]
+    found = [run(state, cohort, problem.data)[:-1] for state in begun]
+    assert plain.differs(*found)
+
+
 def test_the_nearest_prototype_serves(problem, task):
     """Of those that are known; the body may be run alone, and in two parts."""
     made, state = fedproto.make(fedproto.HParams(), task), state_of()

@@ -99,8 +99,8 @@ def test_adapting_trains_the_head_alone(start, problem):
     task, state = problem.task_of(), state_of(start)
     made = fedrod.make(fedrod.HParams(batch_size=5), task)
     cohort = plain.cut(problem.cohort(1), 1)
-    given = task, state, cohort, problem.data
-    *body, head = plain.adapted(made.adapt, *given, state.server)
+    run = plain.adapter(made.adapt, task)
+    *body, head = run(state, cohort, problem.data, state.server)
     *old, first = state.server.params
     for number in range(3):
         chex.assert_trees_all_equal(plain.at(body, number), old)

@@ -83,6 +83,17 @@ def test_a_first_round_from_equal_models_is_fedavgs(compiled, start):
     assert not plain.differs(after.server, expected.server, 1e-6)
 
 
+def test_the_last_model_has_its_own_statistics(compiled, start):
+    """z_prev is of the client's whole model."""
+    run, state = compiled("moon", "with_norm", floats=FLOATS), start("with_norm")
+    state = state.replace(server=plain.sound(state.server))
+    found = []
+    for size in (1.0, 0.25):
+        after, *_ = run(state.replace(clients=plain.sound(state.clients, size)))
+        found.append(after.server.params)
+    assert plain.differs(*found, 1e-5)
+
+
 def test_a_representation_of_zero_has_no_slope():
     """Where all units of the last hidden layer are off."""
     zero, one = jnp.zeros(3), jnp.ones(3)

@@ -74,6 +74,18 @@ def test_own_models_serve_once_there_are_any(given, problem):
     chex.assert_trees_all_equal(variables, state.server)
 
 
+def test_running_statistics_are_those_of_theta(compiled, given, problem):
+    """The server has their mean."""
+    state = given([0] * 5, server="with_norm")
+    after, *_ = compiled("pfedme", "with_norm")(state)
+    ids = np.flatnonzero(after.clients["has_own"])
+    rows = [plain.at(after.clients["own"].stats, number) for number in ids]
+    share = problem.table.train.count[ids] / problem.table.train.count[ids].sum()
+    expected = plain.total(*map(plain.scaled, share, rows))
+    chex.assert_trees_all_close(after.server.stats, expected, rtol=1e-4, atol=1e-5)
+    assert plain.differs(after.server.stats, state.server.stats)
+
+
 def test_server_moves_by_beta(compiled, given):
     """With `--server_optimizer=sgd` w^{t+1} = (1 - beta) w^t + beta mean."""
     state = given()
