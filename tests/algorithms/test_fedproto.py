@@ -50,7 +50,10 @@ def run(problem, task):
         hparams = fedproto.HParams(batch_size=5, **STRUCTURES[name])
         return conftest.jitted(fedproto, hparams, task)
 
-    return lambda name, state, cohort: get(name)(state, cohort, problem.data, **FLOATS)
+    def one_round(name, state, cohort, data=problem.data):
+        return get(name)(state, cohort, data, **FLOATS)
+
+    return one_round
 
 
 def state_of(is_known=(1, 0, 1, 1), round=1):
@@ -133,6 +136,22 @@ def test_a_client_without_a_step_sends_its_prototypes(run, problem, task, cohort
     number = int(cohort.client_id[first])
     own = [private(one, number) for one in (state, after)]
     chex.assert_trees_all_equal(*own)
+
+
+def test_a_class_that_only_some_clients_have(run, problem, cohort_at):
+    """Its prototype is a mean over those that have it, also with equal weights."""
+    state, cohort, label = state_of(), cohort_at(1), np.array(problem.data.label)
+    *others, alone = plain.members(cohort)
+    for number in others:
+        owned = problem.table.owned(number)
+        label[owned] = np.where(label[owned] == 3, 0, label[owned])
+    data = problem.data.replace(label=label)
+    after, *_ = run("means", state, cohort, data)
+    values = STRUCTURES["means"] | FLOATS
+    _, sent, mean = reference(state, cohort, plain.Table(data), values)
+    assert [number for number, one in sent.items() if 3 in one] == [alone]
+    assert np.abs(mean[3]).max() > 0.1
+    chex.assert_trees_all_close(after.server.mean, mean, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
