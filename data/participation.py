@@ -4,6 +4,7 @@ Draws are named by seed, round and client. Seconds are those of simulated device
 """
 
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,11 +114,11 @@ def file_bytes(given: str) -> bytes:
 def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.ndarray:
     """f64[rows, R], finite: the number `text` in all rows, or a file's JSON list."""
     is_file = given.startswith(PREFIX)
+    kind = [object] if is_file else json_text.NUMBER
+    text = re.sub(r"^\.", "0.", text)  # JSON has no number .5
     try:
-        if is_file:
-            rows = json_text.read(file_bytes(given), [object])
-        else:
-            rows = [float(text)] * num_rows
+        found = json_text.read(file_bytes(given) or text, kind)
+        rows = found if is_file else [found] * num_rows
         rows = [one if isinstance(one, list) else [one] for one in rows]
         if len(rows) != num_rows or len({len(one) for one in rows}) > 1:
             found = f"{len(rows)} entries for {num_rows} clients"

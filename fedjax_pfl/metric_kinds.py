@@ -30,7 +30,8 @@ _FRACTION = re.compile(
 )
 # What evaluations and records call theirs
 _MEASURED = re.compile(
-    r"(val_|clients_in_)*((global|client|unseen|fine_tuned|worst_decile)_.*"
+    r"(val_|clients_in_)*((unseen_)?(global|client|unseen|fine_tuned|worst_decile)_"
+    r"(accuracy|loss|perplexity|masked_perplexity|macro_f1|auc|ece).*"
     r"|c_(spec|gen|per)|bytes_(up|down)|round|seed|seconds|clock|diverged)"
 )
 

@@ -198,8 +198,9 @@ class ClientRows:
     def owner(self) -> jax.Array:
         """int32[N]: the client of each row, or K for unowned rows."""
         index = jnp.arange(self.row.shape[0])
-        # Among the rows that adapt models, those of unseen clients come last.
-        order = jnp.argsort(self.start)
+        # Among the rows that adapt models, those of unseen clients come last. Clients
+        # without rows may begin where another one does.
+        order = jnp.lexsort((self.count, self.start))
         place = jnp.searchsorted(self.start[order], index, side="right") - 1
         owner = jnp.take(order, place, mode="clip")
         owned = index < jnp.take(self.start + self.count, owner, mode="clip")

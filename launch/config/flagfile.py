@@ -24,7 +24,8 @@ MAX_DEPTH = 50
 HASHED = {
     "data_sha256": "other data",
     "split_sha256": "other rows of clients",
-    "names_sha256": "other names of classes, owners or columns",
+    "names_sha256": "other names of classes or owners",
+    "columns_sha256": "other names of columns",
     "own_sha256": "custom code was edited",
     "computed_sha256": "custom code computes something else",
     "teacher_sha256": "another teacher",
@@ -170,7 +171,8 @@ class RunFlags:
         names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
         names -= {"computed_by"}
         names -= {"computed_sha256"} if self.is_by_text(now) else {"own_sha256"}
-        names -= {"split_sha256", "names_sha256"} - before.keys()
+        later = {"split_sha256", "names_sha256", "columns_sha256"}
+        names -= later - before.keys()
         digests = ("data_sha256", "split_sha256")
         if "split_sha256" in before and all(
             before.get(name) == after.get(name) for name in digests

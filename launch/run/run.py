@@ -80,9 +80,10 @@ class Run:
         self.trained_before = tuple(parts.trained_before)
         owners = source.owners if config.partition == "natural" else None
         self.owners = owners and owners[: config.num_clients]
-        names = self.classes, self.owners
-        names = repr(names if self.columns is None else (*names, self.columns))
-        self.names_sha256 = hashlib.sha256(names.encode()).hexdigest()
+        names = repr((self.classes, self.owners)).encode()
+        self.names_sha256 = hashlib.sha256(names).hexdigest()
+        of_table = repr(self.columns or "").encode()
+        self.columns_sha256 = self.columns and hashlib.sha256(of_table).hexdigest()
         self.dropped_owners = settings.dropped_owners
         self.notes = (
             *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
@@ -144,6 +145,7 @@ class Run:
             "computed_sha256": self.computed_sha256,
             "computed_by": computed.versions() if self.computed_sha256 else "",
             "names_sha256": self.names_sha256,
+            "columns_sha256": self.columns_sha256,
             "teacher_sha256": self.teacher_sha256,
         }
         return {name: value for name, value in every.items() if value}
@@ -369,6 +371,7 @@ class Run:
             "compile_seconds": simulation.compile_seconds,
             "window": list(self.window),
             "last_round": simulation.metrics,
+            "has_last": True,
             "client_chunk": self.task.execution.chunk,
         }
         return arrays, host
@@ -396,6 +399,8 @@ class Run:
             self.compute(how._replace(chunk=chunk))
         self.metrics = list(metrics)
         accuracies = views.materialised(arrays["accuracies"])
+        if not host.pop("has_last", False):
+            accuracies = self._with_last(accuracies)
         self._keep_accuracies(host.pop("window"), accuracies)
         if self.history is not None:
             self.history.arrays = list(views.materialised(arrays["history"]))
@@ -408,6 +413,29 @@ class Run:
             host["clock"] = np.asarray(host["clock"], np.float64)
         totals = simulate.Totals(**host | {"diverged": np.asarray(diverged, np.int64)})
         self.simulation.load(round, arrays["state"], totals, compile_seconds, last)
+
+    def _with_last(self, accuracies: np.ndarray) -> np.ndarray:
+        """Accuracies of an earlier version, which kept those of the best round alone.
+
+        Raises ValueError if that is no candidate of this longer run.
+        """
+        rule, count = self.config.summary, self.simulation.variants.count
+        if rule not in summaries.CHOSEN_BY:
+            return accuracies
+        accuracies = np.array(accuracies)
+        for index in range(count):
+            best = summaries.best_round(self.metrics[index::count], rule) or 0
+            if best % self.config.eval_every == 0:
+                continue
+            if best != self.config.rounds:
+                raise ValueError(
+                    f"--rounds={self.config.rounds}: the checkpoint is of an earlier "
+                    f"version, which kept the clients' accuracies after round {best} "
+                    f"alone, and that is not in --eval_every={self.config.eval_every}; "
+                    "choose another --workdir"
+                )
+            accuracies[index, 1], accuracies[index, 0] = accuracies[index, 0], np.nan
+        return accuracies
 
     def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
         """Copies the accuracies of rounds in `window` that are in the present one."""

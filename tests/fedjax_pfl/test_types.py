@@ -60,6 +60,8 @@ def test_owners_of_the_rows_that_adapt():
     unseen = small.client_rows(np.array([2, 7, 1]), [0, 2, 0, 1])
     part = types.Partition(train, train, jnp.zeros(0, jnp.int32), unseen=unseen)
     np.testing.assert_array_equal(part.adapting.owner(), [0, 0, 2, 1, 1, 3])
+    few = types.ClientRows(jnp.arange(5), jnp.array([0, 3, 3]), jnp.array([3, 2, 0]))
+    np.testing.assert_array_equal(few.owner(), [0, 0, 0, 1, 1])
 
 
 def test_images_are_normalised_when_gathered():

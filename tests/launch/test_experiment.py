@@ -16,6 +16,8 @@ from flax import serialization, traverse_util
 
 import models
 from algorithms import fedavg
+from fedjax_pfl import simulate
+from fedjax_pfl.rows import views
 from launch import build, export, main
 from launch.folder import record
 from tests import synthetic
@@ -399,21 +401,34 @@ def test_what_is_no_models_file(arrays, tmp_path):
         made(arrays).save_model(tmp_path / "model.pt", client_id=0)
 
 
-def test_the_end_of_a_shorter_run_is_no_best_round():
+def test_the_end_of_a_shorter_run_is_no_best_round(arrays, monkeypatch):
     """A run that goes on has the candidates of one that was never shorter."""
-    gen = np.random.default_rng(0)
-    data = gen.normal(size=(80, 4)).astype(np.float32), gen.integers(0, 3, 80)
-    given = {"dataset": data, "algo": "fedavg", "model": "mlp", "preset": "none"}
-    given |= {"model_width": 0.05, "num_clients": 4, "devices": 1, "client_lr": 0.1}
-    given |= {"summary": "best", "eval_every": 2, "batch_size": 4, "seed": 2}
-    short, whole = (build.experiment(**given, rounds=rounds) for rounds in (3, 6))
+    pooled, evaluate = [0.1, 0.0, 0.4, 0.9, 0.6, 0.0, 0.5], simulate.Simulation.evaluate
+
+    def evaluated(self):
+        best = {"client_accuracy_pooled": pooled[self.round]}
+        return [(one | best, own) for one, own in evaluate(self)]
+
+    monkeypatch.setattr(simulate.Simulation, "evaluate", evaluated)
+    given = {"summary": "best", "eval_every": 2}
+    short, whole = (made(arrays, rounds=rounds, **given) for rounds in (3, 6))
     short.run(progress=False)
     assert short.best_round(0) == 3  # its last round, which is not in eval_every
-    ((_, accuracies),) = short.simulation.evaluate()
+    ((_, accuracies),) = evaluate(short.simulation)
     np.testing.assert_array_equal(short.summary_accuracies[0, 0], accuracies)
+    kept, host = short.saved()
+    kept = jax.tree.map(lambda leaf: views.materialised(leaf).copy(), kept)
+    records = list(short.metrics)
     found, expected = short.extend(6).run(progress=False), whole.run(progress=False)
-    assert found["metrics"] == expected["metrics"] and short.best_round(0) == 2
+    assert found["metrics"] == expected["metrics"] and short.best_round(0) == 4
     np.testing.assert_array_equal(short.summary_accuracies, whole.summary_accuracies)
+    # An earlier version kept the best round's accuracies alone, in the first place.
+    kept["accuracies"][:, 0], host["has_last"] = kept["accuracies"][:, 1], False
+    again, longer = (made(arrays, rounds=rounds, **given) for rounds in (3, 6))
+    again.load(3, kept, host, records)
+    np.testing.assert_array_equal(again.summary_accuracies[0, 0], accuracies)
+    with pytest.raises(ValueError, match="an earlier version, .* round 3 alone"):
+        longer.load(3, kept, host, records)
 
 
 def test_interrupt_and_extend(arrays):
