@@ -62,10 +62,11 @@ def find(folder: pathlib.Path) -> Found:
     """
     there = sorted(folder.glob("*.parquet")) + sorted(folder.glob("*/*.parquet"))
     splits = {path: _split_of(path, folder) for path in there}
+    names = {path: str(path.relative_to(folder)) for path in there}
     if "train" not in splits.values():
         mine = [path for path in there if path.parent == folder or splits[path]]
         check_shards(mine)
-        return Found({"": mine}, tuple(_named(mine, folder, splits, True)))
+        return Found({"": mine}, tuple(names[path] for path in mine if splits[path]))
     parts = {
         split: [path for path in there if splits[path] == split]
         for split in SPLITS
@@ -78,19 +79,7 @@ def find(folder: pathlib.Path) -> Found:
                 f"{paths[0].name} and the folder {paths[-1].parent.name} are both of "
                 f"{split}; keep one of them"
             )
-    return Found(parts, tuple(_named(there, folder, splits, False)))
-
-
-def _named(
-    paths: Sequence[pathlib.Path],
-    folder: pathlib.Path,
-    splits: Mapping[pathlib.Path, str],
-    with_split: bool,
-) -> Iterator[str]:
-    """The names of the files in a folder that have a split, or that have none."""
-    for path in paths:
-        if bool(splits[path]) == with_split:
-            yield str(path.relative_to(folder))
+    return Found(parts, tuple(names[path] for path in there if not splits[path]))
 
 
 def _split_of(path: pathlib.Path, folder: pathlib.Path) -> str:
@@ -300,10 +289,9 @@ def _columns(
 def _joined(name: str, every: list[np.ndarray]) -> np.ndarray:
     """Joins the batches of a column, of which gray images become RGB beside others."""
     every = [one for one in every if len(one)] or every[:1]
-    # A number that is missing makes floats of integers.
-    alike = str.maketrans("uf", "ii")
-    kinds = {str(one.dtype) if one.ndim > 1 else one.dtype.kind for one in every}
-    if len({kind.translate(alike) if len(kind) == 1 else kind for kind in kinds}) > 1:
+    # A number that is missing makes floats of a column of integers.
+    are_numbers = all(one.ndim == 1 and one.dtype.kind in "iuf" for one in every)
+    if len({one.dtype for one in every}) > 1 and not are_numbers:
         some = " and ".join(sorted({str(one.dtype) for one in every}))
         raise ValueError(f"{name} is of {some}; give files of one kind")
     shapes = {one.shape[1:] for one in every}
