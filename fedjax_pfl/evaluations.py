@@ -44,8 +44,12 @@ class Evaluations:
     def goes_ahead(self) -> bool:
         """Whether an evaluation can be dispatched before its rounds are done.
 
-        It cannot where the host has rows, and should not if it has to be compiled.
+        It cannot where the host has rows, and should not if it has to be compiled. It
+        is not on a GPU, whose loops the host takes part in, so that dispatching lasts
+        about as long as computing: the time of rounds would be that of evaluations.
         """
+        if self.execution.platform == "gpu":
+            return False
         adapts = self.program.scoring.adapts is not None
         goes_by_block = self.rows.goes_by_block(self.program.algorithm)
         return self.has_evaluated and not adapts and not goes_by_block

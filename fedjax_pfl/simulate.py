@@ -259,7 +259,8 @@ class Simulation:
 
         The devices continue while the host reads and records the present evaluation.
         The present state is gone, and `round` is its round until `advance` has been
-        called. Nothing is launched where that is not possible or gains little.
+        called. Nothing is launched where that is not possible or gains little, as on a
+        GPU, where no evaluation is dispatched ahead (`Evaluations.goes_ahead`).
         """
         how, (call, *others), window = self.execution, self.calls, self._window
         # Several devices of a CPU may wait for one another for ever in two programs at

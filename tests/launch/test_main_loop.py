@@ -5,6 +5,7 @@ import os
 import pathlib
 import signal
 import stat
+import time
 import types
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from fedjax_pfl import call as call_lib
-from fedjax_pfl import program, simulate
+from fedjax_pfl import execution, program, simulate
 from fedjax_pfl.evaluations import Evaluations
 from launch import build, main
 from launch.folder import finished
@@ -122,6 +123,21 @@ def test_rounds_are_launched_before_a_record_is_made(blobs, tmp_path, waited, la
     for more in ({"num_seeds": 2}, chosen):
         small(blobs, **more).run(progress=False)
     assert not launched
+
+
+def test_a_gpus_rounds_are_timed(blobs, narrow, launched, monkeypatch):
+    """Its host takes part in loops, so that dispatching lasts as long as computing."""
+    launch = call_lib.Call.launch
+
+    def slow(self, *args):
+        launch(self, *args)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(call_lib.Call, "launch", slow)
+    monkeypatch.setattr(execution.Execution, "platform", "gpu")
+    one = small(blobs, eval_every=1)
+    one.run(progress=False)
+    assert one.totals.seconds >= 9 * 0.02 and not launched
 
 
 def test_a_function_of_records_sees_the_models_of_its_round(blobs, launched, waited):
