@@ -11,6 +11,7 @@ COMMANDS = {
     "run": ("launch.main", "main", "run one algorithm"),
     "list": ("launch.list", "command", "algorithms, presets, data, models, tables"),
     "reproduce": ("launch.reproduce", "command", "a paper's table, beside its numbers"),
+    "contract": ("launch.contract", "command", "a check of your own algorithm"),
     "study": ("launch.study.__main__", "command", "what scales, or methods compared"),
     "plot": ("launch.plot", "command", "curves, fairness and class bubbles of runs"),
     "report": ("launch.report", "command", "one HTML page about runs"),

@@ -1,4 +1,8 @@
-"""Checks a custom algorithm against the rules that every algorithm here follows."""
+"""Checks an algorithm by the rules of all: `python -m launch.contract --algo=mine.py`.
+
+It takes the options of `launch.main`, writes nothing, and prints the rules that hold or
+the first that does not. In Python it is `contract.check(algo)`.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,8 +13,9 @@ import numpy as np
 
 from fedjax_pfl import local_training
 from fedjax_pfl.rows import views
+from launch import ending
 from launch import experiment as experiment_lib
-from launch.config import presets, registry
+from launch.config import flags, presets, registry
 from launch.experiment import Experiment
 
 # Up to so much numbers differ by rounding, at the usual rate; less at a lower one
@@ -39,6 +44,9 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")
+    if "workdir" in options:
+        folder = options["workdir"]
+        raise ValueError(f"--workdir={folder}: a check writes nothing; omit it")
     entry, name = registry.algorithm(algo), registry.algorithm_name(algo)
     undeclared, plans = set(), set()
 
@@ -223,3 +231,20 @@ def _absent_stay(experiment: Experiment) -> bool:
     after = map(np.asarray, jax.tree.leaves(experiment.state.clients))
     pairs = zip(before, after, strict=True)
     return all(np.array_equal(a[:, absent], b[:, absent]) for a, b in pairs)
+
+
+@ending.command
+def command(argv: list[str]) -> None:
+    """Checks the algorithm of `--algo`; the exit code is 1 if it breaks a rule."""
+    given = flags.parse(argv)
+    with ending.refused():
+        name = registry.algorithm_name(given["algo"])
+        try:
+            rules = check(**given)
+        except BrokenError as error:
+            flags.fail(error, 1)
+    print("\n".join(f"{name} holds: {rule}" for rule in rules))
+
+
+if __name__ == "__main__":
+    command()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-import algorithms
 from data import files
 from fedjax_pfl import types
 from launch.assemble import assemble, custom
@@ -311,7 +310,7 @@ def experiment(**given: Any) -> Experiment:
     than text and numbers:
 
     * `algo`: a custom algorithm, a module or any object with a dataclass `HParams` and
-      a function `make`;
+      a function `make`, or the path of a Python file with these, `mine.py`;
     * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `arrays.from_arrays`, a pandas
       or polars DataFrame or a dict with the columns `label=` and `owner=`, or a data
       set of torch or Hugging Face, see `doors`;
@@ -375,10 +374,10 @@ def load(path: Any, **given: Any) -> Experiment:
 
     recorded = processes.on_first(read)
     algo = given.get("algo", recorded["algo"])
-    if isinstance(algo, str) and algo not in algorithms.ALGORITHMS:
+    if "algo" not in given and not registry.is_ours(algo):
         raise ValueError(
-            f"{path}: --algo={algo} was a custom algorithm; in Python, "
-            "build.load(..., algo=...) opens it"
+            f"{path}: --algo={algo} was a custom algorithm; give its file, such as "
+            f"--algo={algo}.py, or in Python build.load(..., algo=...)"
         )
     registry.algorithm(algo)
     with files.named(str(flags_path)):

@@ -27,6 +27,7 @@ class Options:
     owner: str = option("", "the client to export, by its owner's name")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     point: str = option("", "the point of a sweep, such as client_lr=0.1")
+    algo: str = option("", "file of the run's algorithm if it is your own, mine.py")
     data_dir: str = option("", "folder of the data set, if it moved")
     dataset: str = option(
         "",
@@ -42,7 +43,7 @@ def command(argv: list[str]) -> None:
         asked, folders, _ = flags.asked(argv, Options, __doc__)
         if len(folders) != 1:
             raise ValueError("give the folder of one run")
-        moved = {"data_dir": asked.data_dir, "dataset": asked.dataset}
+        moved = {name: getattr(asked, name) for name in ("algo", "data_dir", "dataset")}
         moved = {name: value for name, value in moved.items() if value}
         experiment = build.load(pathlib.Path(folders[0]), **moved)
         if not experiment.round:

@@ -11,7 +11,7 @@ from typing import Any
 
 from launch import ending
 from launch import experiment as experiment_lib
-from launch.config import flags
+from launch.config import algorithm_file, flags
 from launch.folder import workdir
 from launch.machine import devices, processes
 from launch.run.stop import Stop
@@ -28,13 +28,13 @@ def execute(given: dict[str, Any]) -> dict[str, Any]:
         devices.begin(given.get("distributed") or "")
         experiment = experiment_lib.experiment(**workdir.with_stored_rounds(given))
     with experiment.folder as folder:
-        return _execute(experiment, folder)
+        return _execute(experiment, folder, given.get("algo"))
 
 
 def _execute(
-    experiment: experiment_lib.Experiment, folder: workdir.Workdir
+    experiment: experiment_lib.Experiment, folder: workdir.Workdir, algo: Any
 ) -> dict[str, Any]:
-    """Runs the experiment while this process holds its folder."""
+    """Runs the experiment of `--algo=algo` while this process holds its folder."""
     is_new, say = not (folder.path / workdir.RUN_FLAGS).exists(), processes.say
     with ending.refused():
         done = folder.open()
@@ -43,8 +43,10 @@ def _execute(
         return done
     config = experiment.config
     say("\n".join(words.rules(experiment)))
+    is_file = algorithm_file.is_one(algo)
     say(
-        f"{config.algo} on {config.dataset}: {config.num_clients} clients, "
+        f"{config.algo}{f' of {algo}' * is_file} on {config.dataset}: "
+        f"{config.num_clients} clients, "
         f"{config.clients_per_round} a round, {config.rounds} rounds, "
         f"{config.num_seeds} seed(s), on "
         f"{words.devices(experiment.task.execution.num_devices, devices.name())} -> "
@@ -59,7 +61,9 @@ def _execute(
     experiment.train(stop, folder)
     if not experiment.is_over:
         is_script = sys.argv[:1] == ["fedjax-pfl run"]
-        same = f"--flagfile={folder.path / 'run.flags'}", f"--workdir={folder.path}"
+        same = [f"--flagfile={folder.path / 'run.flags'}"]
+        same += [f"--algo={algo}"] * is_file
+        same += [f"--workdir={folder.path}"]
         say(
             f"stopped after round {experiment.round}; continue with: "
             f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "

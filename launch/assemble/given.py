@@ -12,7 +12,7 @@ from data.partitions import file
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import types
 from launch.assemble import custom
-from launch.config import registry, resolve, schema
+from launch.config import algorithm_file, registry, resolve, schema
 from launch.machine import devices, processes
 
 
@@ -50,6 +50,8 @@ class Settings(NamedTuple):
 def settled(**given: Any) -> Settings:
     """Turns options of `experiment.experiment` into settings; ValueError if wrong."""
     given = {name: value for name, value in given.items() if value is not None}
+    if algorithm_file.is_one(given.get("algo")):
+        given["algo"] = registry.algorithm(given["algo"])
     devices.begin(given.get("distributed", ""))
     if "split" in given:
         given["split"] = custom.split_names(given)

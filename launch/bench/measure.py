@@ -13,7 +13,6 @@ import numpy as np
 from fedjax_pfl import execution, shapes, types
 from launch import build
 from launch.bench import references
-from launch.config import registry
 from launch.machine import devices
 from launch.run import narrow
 from launch.tables import cells, examples
@@ -120,9 +119,7 @@ def _mixing(experiment: build.Experiment) -> float | None:
     Times `Algorithm.serving` of the present state with the peers of the next rounds.
     None without peers, for several seeds, and if the device does not hold all models.
     """
-    algorithm = registry.algorithm(experiment.config.algo).make(
-        experiment.hparams, experiment.task
-    )
+    algorithm = experiment.program.algorithm
     if algorithm.peers is None or experiment.config.num_seeds > 1:
         return None
     if experiment.simulation.rows.goes_by_block(algorithm):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 from fedjax_pfl import options
-from launch.config import flagfile, limits, registry
+from launch.config import algorithm_file, flagfile, limits, registry
 
 # absl's help attributes a flag to the module that defines it, unless it disclaims it.
 flags.disclaim_key_flags()
@@ -31,17 +31,30 @@ def fail(message: object, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
-def _only(name: str, arguments: Sequence[str], default: str, cure: str = "") -> str:
-    """The value of a flag; a ValueError if several different ones are given."""
+def _values(name: str, arguments: Sequence[str]) -> list[str]:
+    """The values of a flag, in their order."""
     chosen: list[str] = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, equals, value = argument.partition("=")
         if flag.startswith("-") and flag.lstrip("-") == name:
             chosen.append(value if equals else following)
+    return chosen
+
+
+def _only(name: str, chosen: Sequence[str], default: str, cure: str = "") -> str:
+    """The one value of a flag; a ValueError if there are several different ones."""
     if len(set(chosen)) > 1:
         line = f"two different --{name} in one command: {', '.join(chosen)}"
         raise ValueError(line + cure.format(";".join(chosen)))
     return chosen[0] if chosen else default
+
+
+def _algorithm(arguments: Sequence[str]) -> str:
+    """The name or file of `--algo`; a file replaces its name in a run's flagfile."""
+    chosen = _values("algo", arguments)
+    ours = [one for one in chosen if algorithm_file.is_one(one)]
+    names = set(map(registry.algorithm_name, ours))
+    return _only("algo", [one for one in chosen if one not in names], "cdkt")
 
 
 def asked(
@@ -109,9 +122,10 @@ def parse(
     """The flags' names and values; UsageError if bad, SystemExit after `--help`."""
     arguments, algo = flagfile.expand(argv), ""
     try:
-        algo = _only("algo", arguments[1:], "cdkt")
+        algo = _algorithm(arguments[1:])
         # A command may override the sweep of its flagfile.
-        _only("sweep", argv[1:], "", "; all combinations are one --sweep='{}'")
+        swept = _values("sweep", argv[1:])
+        _only("sweep", swept, "", "; all combinations are one --sweep='{}'")
         if (HELP | {"--helpfull"}) & set(arguments[1:]):
             named = [a[10:] for a in arguments if a.startswith("--dataset=")]
             help_for(algo, extra, named[-1] if named else "")

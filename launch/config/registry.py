@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import algorithms
+from data import files
 from fedjax_pfl import local_training, options
-from launch.config import presets, schema
+from launch.config import algorithm_file, presets, schema
 
 KINDS = (int, float, str, bool)
 # Our options -> the names that other frameworks have for them
@@ -18,10 +19,13 @@ _ELSEWHERE = pathlib.Path(__file__).with_name("elsewhere.toml")
 
 
 def algorithm(algo: Any) -> algorithms.Entry:
-    """The entry of a name or a custom algorithm; ValueError if it is neither."""
+    """The entry of a name, a file or a custom algorithm; ValueError if it is none."""
     known = algorithms.ALGORITHMS
+    if algorithm_file.is_one(algo):
+        with files.named(f"--algo={algo}", OSError):
+            return algorithm(algorithm_file.opened(algo))
     if isinstance(algo, str):
-        hint = ", and a file of yours in Python, as algo=module" * algo.endswith(".py")
+        hint = ", or a file of yours, such as mine.py"
         options.check_one_of("algo", algo, known, hint)
         return known[algo]
     if isinstance(algo, algorithms.Entry):
@@ -43,12 +47,17 @@ def algorithm(algo: Any) -> algorithms.Entry:
 
 def algorithm_name(algo: Any) -> str:
     """The name of an algorithm in records and folders."""
-    if isinstance(algo, str):
+    if isinstance(algo, str) and not algorithm_file.is_one(algo):
         return algo
     found = algorithm(algo)
     ours = algorithms.ALGORITHMS.get(found.name)
     is_other = ours is not None and ours.make is not found.make
     return f"own_{found.name}" if is_other else found.name
+
+
+def is_ours(algo: Any) -> bool:
+    """Whether `algo` is the name of an algorithm of this package."""
+    return isinstance(algo, str) and algo in algorithms.ALGORITHMS
 
 
 def called(name: str) -> str | None:
@@ -92,9 +101,9 @@ def departure(algo: Any, values: Mapping[str, Any]) -> Departure | None:
         >>> departure("fedrep", {"head_epochs": 1})
     """
     known = algorithms.ALGORITHMS
-    mine = known.get(algo) if isinstance(algo, str) else None
-    if mine is None:
+    if not is_ours(algo):
         return None
+    mine = known[algo]
     own = mine.fixed
     family = {n: one.fixed for n, one in known.items() if one.make is mine.make}
     usual = {f.name: f.default for f in dataclasses.fields(mine.HParams)}
@@ -221,7 +230,7 @@ def unknown_option(name: str, algo: Any) -> str:
     entries = algorithms.ALGORITHMS.items()
     owners = [other for other, entry in entries if name in field_types(entry.HParams)]
     shown = f"--algo={algorithm_name(algo)}"
-    if not isinstance(algo, str) and name in field_types(local_training.LocalTraining):
+    if not is_ours(algo) and name in field_types(local_training.LocalTraining):
         cure = "derive them from fedjax_pfl.LocalTraining"
         return f"--{name}: the HParams of {shown} have no such option; {cure}"
     if owners:

@@ -79,7 +79,9 @@ class Run:
     """The method, the number of rounds, and the place of results."""
 
     algo: str = option(
-        "cdkt", "the algorithm; `python -m launch.list` shows them", label="never"
+        "cdkt",
+        "the algorithm, a name that `python -m launch.list` shows, or your own mine.py",
+        label="never",
     )
     preset: str | None = option(
         None, f"a paper's rules for options not given: {', '.join(presets.PRESETS)}"

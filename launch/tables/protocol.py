@@ -147,7 +147,7 @@ class Study:
             if lacking := [option for option in needs if needs[option]]:
                 raise ValueError(f"study: metrics: {name} needs {lacking[0]}")
         odd = list(filter(None, map(derived.unusual, self.metrics)))
-        are_ours = all(isinstance(own["algo"], str) for own in self._bases.values())
+        are_ours = all(registry.is_ours(own["algo"]) for own in self._bases.values())
         if odd and are_ours and not any(one.eval_metrics for one, _ in every):
             raise ValueError(f"study: metrics: {odd[0]}")
         return odd
@@ -164,7 +164,7 @@ class Study:
         if path.is_file():
             held = _held(path)
             is_same = held["given"] == self._given
-            if self._is_opened or (is_same and not trials.is_of_python(self._given)):
+            if self._is_opened or (is_same and not trials.has_code(self._given)):
                 self._body = held
                 return held["prepared"]
         elif store.is_taken(self.folder):
@@ -795,8 +795,8 @@ def study(
             raise ValueError(f"study: expected a list of methods, got {methods!r}")
         rows = {}
         for one in methods:
-            own = {} if isinstance(one, str) else {"options": {"algo": one}}
-            name = one if isinstance(one, str) else registry.algorithm_name(one)
+            name = registry.algorithm_name(one)
+            own = {} if name == one else {"options": {"algo": one}}
             if name in rows:
                 raise ValueError(f"study: two methods have the name {name}; name them")
             rows[name] = own
