@@ -362,7 +362,8 @@ def _of_state(mask: Any, params: Any, state: Any) -> Any:
     """The mask of a state: moments follow parameters, counts move with any of them.
 
     A moment is found by the end of its path. Some parameters may have no moments there
-    (`optax.masked`), and a leaf of another shape than its parameter is a count.
+    (`optax.masked`). A moment of another shape than its parameter, as those of
+    `optax.adafactor` by rows and columns, moves with any entry of that.
     """
     if isinstance(mask, jax.Array) and not mask.ndim:
         return mask
@@ -372,7 +373,7 @@ def _of_state(mask: Any, params: Any, state: Any) -> Any:
     def of(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         ends = (by_path.get(path[first:]) for first in range(len(path)))
         found = next((one for one in ends if one is not None), moves)
-        return found if found.shape == leaf.shape else moves
+        return found if found.shape == leaf.shape else found.any()
 
     return jax.tree_util.tree_map_with_path(of, state)
 

@@ -376,8 +376,8 @@ def load(path: Any, **given: Any) -> Experiment:
     algo = given.get("algo", recorded["algo"])
     if "algo" not in given and not registry.is_ours(algo):
         raise ValueError(
-            f"{path}: --algo={algo} was a custom algorithm; give its file, such as "
-            f"--algo={algo}.py, or in Python build.load(..., algo=...)"
+            f"{path}: --algo={algo} was a custom algorithm; give its file, as "
+            "--algo=FILE.py, or in Python build.load(..., algo=...)"
         )
     registry.algorithm(algo)
     with files.named(str(flags_path)):

@@ -12,7 +12,7 @@ from typing import Any
 
 from data import files, loaders
 from fedjax_pfl import options as options_lib
-from launch.config import limits, registry, schema
+from launch.config import algorithm_file, limits, registry, schema
 
 FLAGFILES = pathlib.Path(__file__).parent.parent / "flagfiles"
 # The name of the flagfile in a run's folder
@@ -113,6 +113,8 @@ class RunFlags:
             kind[name] = value
         if "algo" not in out.options:
             raise ValueError("names no --algo; the file is damaged")
+        if algorithm_file.is_one(out.options["algo"]):
+            raise ValueError("has a file as --algo, which no run records")
         return out
 
     def note(self, path: pathlib.Path) -> str:

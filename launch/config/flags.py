@@ -96,10 +96,12 @@ def defined(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> flags.FlagV
     """One absl flag for each dataclass field, of its type."""
     values = flags.FlagValues()
     for name, field in fields.items():
-        text = field.metadata["help"]
-        if field.metadata["choices"]:
-            text = f"<{'|'.join(field.metadata['choices'])}>: {text}"
-        _DEFINERS[kinds[name]](name, field.default, text, flag_values=values)
+        text = field.metadata.get("help", "")
+        if choices := field.metadata.get("choices"):
+            text = f"<{'|'.join(choices)}>: {text}"
+        none = field.default is dataclasses.MISSING
+        default = None if none else field.default
+        _DEFINERS[kinds[name]](name, default, text, flag_values=values)
     return values
 
 
@@ -172,9 +174,10 @@ def help_for(
         print(f"\n{group}:")
         for name in names:
             meta = known[name].metadata
-            choices = "|".join(meta["choices"]) or kinds[name].__name__
+            choices = "|".join(meta.get("choices", ())) or kinds[name].__name__
             default = registry.default_text(algo, name, dataset)
-            print(f"  --{name}=<{choices}>\n      {meta['help']}; {default}")
+            about = meta.get("help", "a field of HParams")
+            print(f"  --{name}=<{choices}>\n      {about}; {default}")
     if extra is not None:
         values = flags.FlagValues()
         extra(values)

@@ -23,7 +23,9 @@ def algorithm(algo: Any) -> algorithms.Entry:
     known = algorithms.ALGORITHMS
     if algorithm_file.is_one(algo):
         with files.named(f"--algo={algo}", OSError):
-            return algorithm(algorithm_file.opened(algo))
+            found, name = algorithm_file.opened(algo)
+            name = f"{'own_' * (name in known)}{name}"
+            return dataclasses.replace(algorithm(found), name=name)
     if isinstance(algo, str):
         hint = ", or a file of yours, such as mine.py"
         options.check_one_of("algo", algo, known, hint)
@@ -193,6 +195,7 @@ def default_text(algo: Any, name: str, dataset: str = "") -> str:
         facts["dataset"] = dataset
     default = fields_of(algo)[name].default
     own = "automatic" if default is None else repr(default)
+    own = "no default" if default is dataclasses.MISSING else own
     return presets.default_text(name, own, entry.preset, facts)
 
 

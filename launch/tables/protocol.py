@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from data import files
 from fedjax_pfl import json_text, metric_kinds
 from launch import compare
-from launch.config import registry, schema, sweep
+from launch.config import algorithm_file, flagfile, registry, schema, sweep
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
@@ -86,6 +86,13 @@ class Study:
         self.metrics = list(given.get("metrics", ()))
         self.options = dict(given.get("common", {}).get("options", {}))
         self._bases = _bases(given["rows"])
+        algos = [own["algo"] for own in self._bases.values()]
+        self._has_code = not all(map(registry.is_ours, algos))
+        if not is_opened:
+            # A file is read once, so that all of a study's runs have the same code.
+            for own in self._bases.values():
+                if algorithm_file.is_one(own["algo"]):
+                    own["algo"] = registry.algorithm(own["algo"])
         # (setting, method) pairs, each of which one process runs
         self._units = list(itertools.product(self.settings, self._bases))
         self._check()
@@ -147,8 +154,7 @@ class Study:
             if lacking := [option for option in needs if needs[option]]:
                 raise ValueError(f"study: metrics: {name} needs {lacking[0]}")
         odd = list(filter(None, map(derived.unusual, self.metrics)))
-        are_ours = all(registry.is_ours(own["algo"]) for own in self._bases.values())
-        if odd and are_ours and not any(one.eval_metrics for one, _ in every):
+        if odd and not self._has_code and not any(one.eval_metrics for one, _ in every):
             raise ValueError(f"study: metrics: {odd[0]}")
         return odd
 
@@ -163,8 +169,8 @@ class Study:
         path = self.folder / STUDY
         if path.is_file():
             held = _held(path)
-            is_same = held["given"] == self._given
-            if self._is_opened or (is_same and not trials.has_code(self._given)):
+            is_same = held["given"] == self._given and not self._has_code
+            if self._is_opened or (is_same and not trials.is_of_python(self._given)):
                 self._body = held
                 return held["prepared"]
         elif store.is_taken(self.folder):
@@ -222,7 +228,8 @@ class Study:
             hashes[setting] = {
                 base: {
                     "data": one.examples_sha256,
-                    "own": one.own_sha256,
+                    "own": _code(one),
+                    "text": one.own_sha256,
                     "split": one.split_sha256,
                     "tuned": trials.split_sha256(one),
                 }
@@ -257,9 +264,10 @@ class Study:
         names = [_slug(one) for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
         every = self._hashes[setting][base]
-        # Earlier versions had no hashes of the clients' rows.
+        # Earlier versions had no hashes of the clients' rows, and of code its text.
         kept = {one: every[one] for one in ("data", "own", "split") if one in every}
         hashes = kept | ({"split": every[split]} if split in every else {})
+        kept |= {"own": every.get("text", every["own"])}
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
 
@@ -560,7 +568,8 @@ class Study:
 
     def _need_python(self, name: str, options: Mapping[str, Any]) -> None:
         """Refuses an opened study whose data or methods Python gave."""
-        if self._is_opened and trials.is_of_python(options):
+        is_file = algorithm_file.is_one(options["algo"])
+        if self._is_opened and (is_file or trials.is_of_python(options)):
             where = "the study's own folder, not a packed one"
             if self._temporary is None:
                 where = f"folder={str(self.folder)!r}"
@@ -714,6 +723,15 @@ class Study:
 def _slug(name: str) -> str:
     """A name as that of a file or folder."""
     return cells.slug(name).replace("/", "-")
+
+
+def _code(made: Experiment) -> str:
+    """What custom code computes, with its options, "" = there is none."""
+    if not made.own_sha256:
+        return ""
+    chosen = flagfile.RunFlags.of(made.hparams).options
+    parts = made.computed_sha256 or made.own_sha256, sorted(chosen.items())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

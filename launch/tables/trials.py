@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from launch.config import algorithm_file
 from launch.experiment import Experiment
 from launch.run import loop, stop
 
@@ -109,11 +108,3 @@ def as_json(value: Any) -> Any:
 def is_of_python(shown: Any) -> bool:
     """Whether `as_json` left an object out."""
     return _IN_PYTHON in json.dumps(shown)
-
-
-def has_code(shown: Any) -> bool:
-    """Whether a study has code of the user's, which may have changed."""
-    if isinstance(shown, Mapping):
-        is_file = algorithm_file.is_one(shown.get("algo"))
-        return is_file or any(map(has_code, shown.values()))
-    return is_of_python(shown)

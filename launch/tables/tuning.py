@@ -122,5 +122,5 @@ def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, boo
 
 def _ends(values: Sequence[Any]) -> list[Any]:
     """The least and the largest of several numbers, [] of other values."""
-    is_numbers = all(isinstance(one, (int, float)) for one in values)
+    is_numbers = not any(isinstance(one, (bool, str)) for one in values)
     return [min(values), max(values)] if is_numbers and len(values) > 1 else []

@@ -243,3 +243,13 @@ def test_too_few_images_for_the_generator():
             cdkt.PROTOCOLS["mnist"],
             10,
         )
+
+
+def test_five_thousand_images_have_the_amounts_of_all():
+    """Where they fit: `mnist_5k` draws by the sizes of MNIST's classes."""
+    few = cdkt.slices(np.full(10, 497), cdkt.PROTOCOLS["mnist_5k"])
+    whole = cdkt.slices(np.array(cdkt.MNIST_SIZES), cdkt.PROTOCOLS["mnist"])
+    for mine, every in zip(few, whole, strict=True):
+        known = {(c, end - begin) for c, begin, end in every}
+        assert {(c, end - begin) for c, begin, end in mine} <= known
+    assert sum(map(len, few)) > 100  # the first stage has 100

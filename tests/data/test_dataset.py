@@ -82,3 +82,15 @@ def test_refused(shape, size, channels, words):
     """One line with the flag, what came and what to change."""
     with pytest.raises(ValueError, match=words):
         dataset.fitted(source(*shape), size, channels)
+
+
+def test_owners_with_few_train_rows_go_with_all_their_rows():
+    """Rows of nobody stay, and the three parts keep their sizes' sense."""
+    client = np.array([0, 0, 1, 2, 2, 3] + [3, 3, -1] + [-1, 1], np.int32)
+    numbers, label = np.arange(11)[:, None] / 1, np.zeros(11, np.int32)
+    source = dataset.Dataset(numbers, label, 6, 1, client, num_val=2)
+    found, dropped = dataset.with_large_owners(source, 2)
+    assert dropped == {"1": 1, "3": 1} and found.owners == ("0", "2")
+    assert found.row.tolist() == found.image[:, 0].tolist() == [0, 1, 3, 4, 8, 9]
+    assert found.client.tolist() == [0, 0, 1, 1, -1, -1]
+    assert (found.num_train, found.num_test, found.num_val) == (4, 1, 1)

@@ -344,3 +344,8 @@ def test_columns_of_one_name_in_a_file(tmp_path):
         loaders.load(f"csv:{path}", "")
     path.write_text("a,a.1,y\n" + "1,2,u\n3,1,v\n" * 5)
     assert loaders.load(f"csv:{path}", "").columns == ("a", "a.1")
+
+
+def test_columns_of_a_table_are_in_the_order_of_training():
+    frame = pandas.DataFrame({"b": [1.0], "more": [3.0], "a": [2.0]})
+    assert frames.ordered(frame, ("a", "b")).tolist() == [[2.0, 1.0]]

@@ -317,3 +317,10 @@ def test_writers_are_clients(tmp_path, options, partition):
     write(tmp_path / "all_data_0.json", in_leaf(characters()))
     made = given.settled(**options, dataset="femnist", data_dir=str(tmp_path)).config
     assert (made.partition, made.num_clients) == (partition, 3)
+
+
+def test_pixels_are_rounded():
+    """Also where a file has few decimals: 255 x 0.0039 is a 1."""
+    wanted = np.resize(np.arange(256), (1, 784))
+    found = leaf._pixels(np.round(wanted / 255, 4))
+    assert (found.reshape(1, 784) == wanted).all()

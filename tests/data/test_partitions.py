@@ -594,3 +594,56 @@ def test_a_share_of_a_partition_file(tmp_path):
         assert set(used.tolist()) < set(rows.tolist())
     one = partitions.split(source, given._replace(train_share=1e-8), 0).train
     assert (one.count == 2).all()  # of each class the first
+
+
+def test_official_rows_of_owners_beyond_the_clients():
+    """They are in no part; those without an owner are nobody's."""
+    client = np.r_[np.arange(60) % 3, [0, 2, 2, -1]]
+    source = tables.table([32, 32], num_train=60, client=client)
+    split = partitions.split(source, spec("natural", 2, test_split="official"), 0)
+    assert split.test.row.tolist() == [60]
+    assert split.official_test.tolist() == [63]
+
+
+def test_a_share_that_validates_is_rounded_before_it_is_rounded_down():
+    """29 % of 100 rows are 29, though .29 * 100 is 28.999999999999996."""
+    owned = parts.Parts(np.arange(100), np.array([100]))
+    for labels in (np.zeros(100, int), np.zeros((100, 2), int)):
+        assert held_out.validation(owned, labels, 0.29, 0)[1].count.tolist() == [29]
+
+
+def test_exported_rows_of_nobody_have_the_numbers_of_the_whole(tmp_path):
+    """Official test rows and proxy rows too, where owners were left out."""
+    one, two = parts.Parts(np.arange(2), np.array([2])), np.arange(2, 4)
+    split = partitions.Split(one, one, two, two)
+    partitions.export(split, str(tmp_path / "rows.npz"), row=np.arange(10, 14))
+    with np.load(tmp_path / "rows.npz") as file:
+        assert file["train_row"].tolist() == file["test_row"].tolist() == [10, 11]
+        assert file["official_test_row"].tolist() == [12, 13]
+        assert file["proxy_row"].tolist() == [12, 13]
+
+
+def test_a_client_with_an_equal_share_is_full():
+    """Exactly N / K examples are enough: nothing of the later classes."""
+    for seed in range(10):
+        gen = np.random.default_rng(seed)
+        given = {"num_clients": 2, "alpha": 1e-3, "min_examples": 0, "gen": gen}
+        assert dirichlet.split(np.arange(20) // 10, **given).count.tolist() == [10, 10]
+
+
+def test_who_has_which_classes_is_drawn():
+    """Other seeds, other classes."""
+    source = tables.table([100] * 10)
+    has = [
+        tables.histogram(partitions.split(source, spec("pathological"), seed), source)
+        for seed in (0, 1)
+    ]
+    assert ((has[0] > 0) != (has[1] > 0)).any()
+
+
+def test_shards_go_to_classes_by_largest_remainder():
+    """5.2, 3.3 and 1.5 of ten shards."""
+    source = tables.table([52, 33, 15])
+    one = spec("pathological", 10, classes_per_client=1)
+    has = tables.histogram(partitions.split(source, one, 0), source) > 0
+    assert has.sum(0).tolist() == [5, 3, 2]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data import loaders, partitions
+from data.partitions import pfllib
 from tests.data import tables
 
 FOLDER = loaders.DEBIAN_FASHION
@@ -90,3 +91,12 @@ def test_merged(kind):
     sizes = np.array([list(map(len, pair)) for pair in tables.by_client(split)])
     np.testing.assert_array_equal(sizes[:, 0], 3 * sizes.sum(1) // 4)
     np.testing.assert_array_equal(tables.all_owned(split), np.arange(1800))
+
+
+def test_sizes_of_a_shared_class():
+    """From 40 over the number of classes on, if that is more than a tenth."""
+    for seed in range(40):
+        gen, labels = np.random.RandomState(seed), np.arange(400) // 200
+        given = {"num_clients": 4, "classes_per_client": 1, "gen": gen}
+        count = pfllib.pathological(labels, **given).count
+        assert count[[0, 2]].min() >= 20 and count.sum() == 400

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data import plan
+from data import participation, plan
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import shapes, types, windows
 from tests import padded
@@ -709,3 +709,56 @@ def test_step_costs():
     assert execution_lib.step_costs(1) == execution_lib.step_costs(225_480)
     assert 100 in execution_lib.step_costs(1e6)
     assert 100 not in execution_lib.step_costs(2e7)
+
+
+def test_rounds_are_drawn_apart():
+    """Four of seven clients are those of the round before in one of 35 rounds."""
+    drawn = [sorted(make().drawn(0, r).client_id.tolist()) for r in range(200)]
+    same = sum(one == other for one, other in zip(drawn, drawn[1:], strict=False))
+    assert same < 20  # 5.7 with a standard deviation of 2.3
+
+
+def test_one_client_takes_part_where_none_is_available():
+    who = participation.Participation(np.zeros((7, 1)))
+    for round in range(5):
+        assert make(4, who=who).drawn(0, round).row_mask.sum() == 1
+
+
+def test_each_seed_has_its_own_candidates():
+    eligible = np.array([[1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]], bool)
+    for index, expected in enumerate(([0, 1, 2, 3], [3, 4, 5, 6])):
+        found = make(4, eligible=eligible).drawn(index, 0).client_id
+        assert sorted(found.tolist()) == expected
+
+
+def test_interruptions_are_named_by_the_seed():
+    """Seed 4 as the second of two is seed 4 alone, and no other seed."""
+    who = participation.Participation(np.ones((7, 1)), interrupted=0.5)
+    alone = make(7, seeds=(4,), sizes=SIZES[1:], who=who)
+    equal(alone.cohort(0, 2), make(7, who=who).cohort(1, 2))
+    pairs = make(7, sizes=np.stack([SIZES[0]] * 2), who=who)
+    steps = [pairs.cohort(index, 2).plans["local"].num_steps for index in (0, 1)]
+    assert (steps[0] != steps[1]).any()
+
+
+def test_the_clock_counts_the_examples_of_all_plans():
+    given = {"speed": np.ones((1, 7)), "macs": np.full((7, 3), 1e6)}
+    who = participation.Participation(np.ones((7, 1)), **given)
+    specs = LOCAL, types.PlanSpec("again", 3, 4)
+    cohort = make(7, specs, seeds=(3,), sizes=SIZES[:1], who=who).window(0, 0, 1, 1, 0)
+    wanted = 5 * SIZES[0][cohort.client_id[0]] * 3e6 / 1e9  # 2 and 3 epochs
+    np.testing.assert_allclose(cohort.seconds[0], wanted, rtol=1e-6)
+
+
+def test_chances_of_rounds_repeat():
+    who = participation.Participation(np.eye(7)[:, :3])
+    for round in range(7):
+        found = make(4, who=who).drawn(0, round)
+        assert found.client_id[found.row_mask].tolist() == [round % 3]
+
+
+def test_members_have_the_levels_of_their_seed_and_round():
+    made = make(level=lambda seed, round, client: (seed + round + client) % 3)
+    found = made.members(1, 6, np.array([2, 7, 5]), SIZES[1], LOCAL)
+    assert found.row_mask.tolist() == [True, False, True]
+    assert found.level[found.row_mask].tolist() == [(4 + 6 + 2) % 3, (4 + 6 + 5) % 3]

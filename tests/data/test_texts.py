@@ -187,3 +187,17 @@ def test_a_text_is_not_shuffled():
     spec = partitions.PartitionSpec("contiguous", 2, test_split="pool")
     with pytest.raises(ValueError, match="take client_share"):
         partitions.split(rows(40), spec, seed=0)
+
+
+def test_frequent_words_come_first_and_ties_are_alphabetical():
+    assert texts._numbered([("b", 2), ("a", 2), ("c", 3)]) == {"c": 0, "a": 1, "b": 2}
+
+
+def test_words_of_the_least_count_are_known(monkeypatch):
+    """Rarer ones are one word."""
+    verses = {1001001: 0, 2001001: 8}
+    monkeypatch.setattr(texts, "_kjv_source", lambda: (verses, "a b a b c a d"))
+    monkeypatch.setattr(texts, "KJV_LEAST", 2)
+    found = texts.load_kjv("", 2, "book")
+    assert found.num_classes == 3  # a, b and the unknown one
+    assert found.image.tolist() == [[0, 1], [0, 1], [2, 0]]

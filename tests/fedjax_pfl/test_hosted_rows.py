@@ -400,3 +400,12 @@ def test_chunks_of_rows_leave_a_state_and_enter_it(devices, monkeypatch):
                 expected[name][variant, slot] = new[name][mine]
         rows = transfer.put(rows, chunk, tiled.place(values, how), how)
     assert_equal(jax.device_get(rows), expected)
+
+
+def test_a_client_has_trained_if_any_leaf_differs():
+    """Not only the last one."""
+    rows = [np.zeros((1, 4, 2), np.float32), np.zeros((1, 4), np.float32)]
+    rows[0][0, 1], rows[1][0, 2] = 1, 1
+    found = store_lib.Found(None, rows, 2, [np.arange(4)], None)
+    common = [np.zeros((1, 2), np.float32), np.zeros(1, np.float32)]
+    assert [one.tolist() for one in found.other_than(common, 4)] == [[1, 2]]

@@ -567,3 +567,39 @@ def test_what_is_no_loss(data, out, kind):
     start = types.Variables((jnp.zeros(3), jnp.zeros(())), ({}, {}))
     with pytest.raises(ValueError, match=f"a loss returned {kind}; expected .loss"):
         local_training.train(options(), loss_fn, start, client)
+
+
+def test_without_test_rows_nothing_is_measured():
+    """It counts in no mean over clients."""
+    data = small.tables([5, 5], [0, 4])
+    one = small.client(data, small.plan([5, 5])).replace(model=small.linear())
+    start = types.Variables(({"w": jnp.ones((small.WIDTH, small.NUM_CLASSES))},), ({},))
+    found = local_training._tested(one.replace(is_tested=True), start)
+    assert tuple(map(float, found)) == (0.0, 0.0)
+
+
+def test_rows_that_fill_a_pass_are_not_right():
+    """Three test rows are all right, and 61 that fill the pass do not count."""
+    data = small.tables([5], [3])
+    data = data.replace(label=jnp.zeros_like(data.label))
+    one = small.client(data, small.plan([5])).replace(model=small.linear())
+    start = types.Variables(
+        ({"w": jnp.zeros((small.WIDTH, small.NUM_CLASSES))},), ({},)
+    )
+    found = local_training._tested(one.replace(is_tested=True), start)
+    assert tuple(map(float, found)) == (1.0, 1.0)
+
+
+def test_losses_of_exits_are_added():
+    """Each is the cross-entropy of a model with this exit alone."""
+    data, zero = small.tables([5]), jnp.int32(0)
+    image, label, mask = data.image[:4], data.label[:4], jnp.arange(4) < 3
+    more = jnp.arange(4), zero, zero, jax.random.key(0)
+    batch = local_training.Batch(image, label, mask, *more)
+    params, _ = small.linear(num_exits=3).init(jax.random.key(1), image)
+    found, _ = local_training.exits_loss(small.linear(num_exits=3))(
+        params, ({},) * 3, batch
+    )
+    alone = local_training.cross_entropy_loss(small.linear())
+    wanted = sum(float(alone((one,), ({},), batch)[0]) for one in params)
+    assert float(found) == pytest.approx(wanted, rel=1e-5)

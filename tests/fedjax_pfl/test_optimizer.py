@@ -274,3 +274,18 @@ def test_check_needs_no_other_options():
     given = {"client_optimizer": "sgd", "client_optimizer_options": ""}
     given |= {"weight_decay": 0.0, "client_momentum": 0.0}
     optimizer.check(python_types.SimpleNamespace(**given))
+
+
+def test_decay_is_not_added_twice():
+    """With eps=1 Adam's step depends on the scale of gradients, so a term is seen."""
+    given = {"client_optimizer": "adamw", "client_optimizer_options": "eps=1"}
+    found = steps(hparams_of(**given, weight_decay=0.1), [all_of(True)] * 3)
+    equal(found, plain(optax.adamw(0.05, eps=1.0, weight_decay=0.1), 3), rtol=1e-5)
+
+
+def test_factored_moments_wait():
+    """In steps without examples they stay, as counts do."""
+    given = functools.partial(optax.adafactor, min_dim_size_to_factor=1)
+    hparams = hparams_of(client_optimizer=optimizer.custom(given))
+    found = steps(hparams, [all_of(one) for one in (True, False, False, True)])
+    equal(found, plain(given(0.05), 2), rtol=1e-4, atol=1e-6)

@@ -552,3 +552,15 @@ def test_algorithms_that_hold_something_share_no_program():
     entry = algorithms.ALGORITHMS["majority"].make
     pair = [program.build(entry, hparams, task, scoring).rounds for _ in range(2)]
     assert pair[0] is pair[1]
+
+
+def test_each_of_several_seeds_is_as_alone(unequal):
+    """Its cohorts and batches are its own, with or without others."""
+    several = make(unequal, num_seeds=2, partition_seed=0, rounds=2, eval_every=2)
+    alone = make(unequal, seed=1, partition_seed=0, rounds=2, eval_every=2)
+    several.run()
+    alone.run()
+    second = jax.tree.map(lambda leaf: leaf[1:], several.state.server)
+    chex.assert_trees_all_equal(second, alone.state.server)
+    totals = several.totals, alone.totals
+    assert totals[0].messages[1].tolist() == totals[1].messages[0].tolist()

@@ -1,11 +1,13 @@
 """`--algo=mine.py`: an algorithm in a file of the user's."""
 
-import os
+import json
+import sys
 
 import pytest
 
 from launch import build, contract, export, main
 from launch.config import flags, registry
+from launch.tables import protocol
 from tests import conftest
 
 # FedProx, whose weight is read from a module beside it
@@ -54,6 +56,13 @@ def pulled(tmp_path):
     return str(tmp_path / "pulled.py")
 
 
+def edit(path, old, new):
+    """Replaces a text in a file."""
+    text = open(path).read()
+    assert old in text
+    open(path, "w").write(text.replace(old, new))
+
+
 def run(dataset, folder, algo, *more):
     """A run by the command, in a folder."""
     words = ["--summary=last", "--rounds=2", f"--dataset={dataset}"]
@@ -67,7 +76,7 @@ def test_a_file_is_the_method_in_it(blobs, narrow, tmp_path, pulled, capsys):
     run(blobs, tmp_path / "own", pulled)
     assert f"pulled of {pulled} on" in capsys.readouterr().out
     ours = build.load(tmp_path / "ours")
-    with pytest.raises(ValueError, match="give its file, such as --algo=pulled.py"):
+    with pytest.raises(ValueError, match="give its file, as --algo=FILE.py"):
         build.load(tmp_path / "own")
     own = build.load(tmp_path / "own", algo=pulled)
     assert (own.config.algo, own.hparams.pull) == ("pulled", 0.5)
@@ -101,23 +110,65 @@ def test_an_edited_file_is_another_method(pulled):
     """What it computes is read again, and the same file is the same object."""
     before = registry.algorithm(pulled)
     assert registry.algorithm(pulled).make is before.make
-    text = open(pulled).read().replace("hparams.pull,", "hparams.pull * 2,")
-    open(pulled, "w").write(text)
-    os.utime(pulled, ns=(1, 1))
-    assert registry.algorithm(pulled).make is not before.make
+    edit(pulled, "hparams.pull,", "hparams.pull * 2,")
+    edited = registry.algorithm(pulled)
+    assert edited.make is not before.make
+    edit(pulled.replace("pulled.py", "beside.py"), "0.5", "0.9")
+    assert registry.algorithm(pulled).HParams().pull == 0.9
+    assert edited.HParams().pull == 0.5
 
 
 def test_files_of_one_name(pulled, tmp_path):
-    """Annotations are read in their own module."""
+    """Each has its own modules beside it, in which annotations are read."""
+    kinds, before = registry.option_types(pulled), sys.path[:]
     (tmp_path / "other").mkdir()
+    (tmp_path / "other/beside.py").write_text("WEIGHT = 7.0")
     other = tmp_path / "other/pulled.py"
+    other.write_text(PROX)
+    assert registry.algorithm(other).HParams().pull == 7
     other.write_text(CLASS)
-    kinds = registry.option_types(pulled)
     assert registry.algorithm(str(other)).name == "Mine"
-    assert registry.algorithm(f"{other}:fedavg").name == "fedavg"
     with pytest.raises(ValueError, match="there is no Two in"):
         registry.algorithm(f"{other}:Two")
+    assert registry.algorithm(pulled).HParams().pull == 0.5
     assert registry.option_types(pulled) == kinds and kinds["pull"] is float
+    assert sys.path == before
+
+
+def test_names_of_files(tmp_path):
+    """A file's own class is the method, and no file has a name of ours."""
+    ours = "from algorithms.fedper import HParams, make\n"
+    for name in ("fedrep", "a_0.1", "__"):
+        (tmp_path / f"{name}.py").write_text(ours)
+    names = [registry.algorithm_name(one) for one in sorted(tmp_path.iterdir())]
+    assert names == ["custom", "a_0_1", "own_fedrep"]
+    mine = "class Mine:\n    HParams, make = HParams, staticmethod(make)\n"
+    (tmp_path / "a.py").write_text(ours + mine)
+    assert registry.algorithm_name(tmp_path / "a.py") == "Mine"
+    assert registry.algorithm_name(f"{tmp_path / 'a.py'}:Mine") == "Mine"
+
+
+def test_a_strangers_folder_runs_no_file(tmp_path, pulled):
+    """Neither a run's flagfile nor what a study's folder holds."""
+    (tmp_path / "run.flags").write_text(f"--algo={pulled}\n")
+    with pytest.raises(ValueError, match="has a file as --algo, which no run"):
+        flags.parse(["main", f"--flagfile={tmp_path / 'run.flags'}"])
+    with pytest.raises(ValueError, match="has a file as --algo"):
+        build.load(tmp_path)
+
+
+def test_plain_fields(tmp_path, capsys):
+    """They are flags as those of a notebook's object are options."""
+    (tmp_path / "mine.py").write_text(
+        "import dataclasses\nfrom algorithms import fedavg\n"
+        "@dataclasses.dataclass(frozen=True)\nclass HParams(fedavg.HParams):\n"
+        "    scale: float = 2.0\nmake = fedavg.make\n"
+    )
+    words = ["main", f"--algo={tmp_path / 'mine.py'}"]
+    assert flags.parse([*words, "--scale=3"])["scale"] == 3
+    with pytest.raises(SystemExit):
+        flags.parse([*words, "--help"])
+    assert "--scale=<float>\n      a field of HParams; 2.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -126,6 +177,8 @@ def test_files_of_one_name(pulled, tmp_path):
         ("x = 1\n\ndef f(:", "line 3: SyntaxError: invalid syntax"),
         ("x = 1\nimport nowhere", "line 2: ModuleNotFoundError: No module"),
         ("def f():\n    return 1 / 0\n\nf()", "line 2: ZeroDivisionError: division"),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: 0"),
+        ("import random", "import random is another module than the one beside"),
         ("x = 1", "expected a dataclass HParams and a function make"),
         (
             CLASS + "\nclass Two(Mine): ...",
@@ -138,6 +191,7 @@ def test_files_of_one_name(pulled, tmp_path):
 def test_what_is_no_algorithm_is_refused(tmp_path, text, line):
     """In one line, with the place in the file."""
     path = tmp_path / "mine.py"
+    (tmp_path / "random.py").touch()
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=line) as error:
@@ -153,16 +207,27 @@ def test_two_algorithms_in_one_command(pulled):
 
 
 @pytest.mark.slow
-def test_a_study_sees_an_edited_file(blobs, narrow, tmp_path, pulled):
+def test_a_study_sees_an_edited_file(blobs, narrow, tmp_path, pulled, monkeypatch):
     """Its row is trained again, and the others are not."""
-    given = conftest.SIX | {"dataset": blobs, "folder": tmp_path / "study"}
-    build.study(["fedavg", pulled], **given).run(progress=False)
-    text = open(pulled).read().replace("hparams.pull,", "hparams.pull + 9,")
-    open(pulled, "w").write(text)
-    os.utime(pulled, ns=(1, 1))
-    build.study(["fedavg", pulled], **given).run(progress=False)
-    runs = [path.name.split("-")[0] for path in (tmp_path / "study/runs").iterdir()]
-    assert sorted(runs) == ["fedavg", "pulled", "pulled"]
+    monkeypatch.chdir(tmp_path)
+    rows = {"fedavg": {}, "P": {"options": {"algo": pulled}}, "pulled.py": {}}
+    table = {"rows": rows}
+    table["common"] = {"options": conftest.SIX | {"dataset": blobs}}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+
+    def to_run():
+        """The rows without a result, which then train although a file was edited."""
+        study = protocol.read(path, tmp_path / "study")
+        rows = [row for row, one in study.runs().items() if one is None]
+        edit(pulled, "averaging.make(", "(lambda *a: averaging.make(*a))(")
+        study.run(progress=False)
+        return rows
+
+    assert to_run() == ["fedavg", "P", "pulled.py"]
+    assert to_run() == []  # it computes the same
+    edit(pulled.replace("pulled.py", "beside.py"), "0.5", "9.5")
+    assert to_run() == ["P", "pulled.py"]
 
 
 def test_the_contract_by_the_command(pulled, capsys, monkeypatch):
@@ -174,7 +239,7 @@ def test_the_contract_by_the_command(pulled, capsys, monkeypatch):
     monkeypatch.setattr(contract, "check", lambda algo, pull: [f"{algo} {pull}."])
     contract.command(words)
     told = capsys.readouterr()
-    assert "--workdir=run: a check writes nothing; omit it" in told.err
+    assert "--workdir=run: a check writes no file" in told.err
     assert told.out == f"pulled holds: {pulled} 0.1.\n"
 
     def broken(**_):

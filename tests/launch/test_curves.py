@@ -83,3 +83,13 @@ def test_an_ablation_that_shows_nothing_is_warned_about():
     (warning,) = [note for note in sheet.notes if note.startswith("warning")]
     assert "beta=5, A: Dropped after round 0 is 0" in warning
     assert warning in sheets.markdown(sheet)
+
+
+def test_until_is_measured_by_the_last_accuracy():
+    """Not by the best one."""
+    falls = records(0, [0.1, 0.9, 0.4], [0] * 3) + records(1, [0.1, 0.9, 0.4], [0] * 3)
+    rises = records(0, [0.1, 0.2, 0.5], [0] * 3) + records(1, [0.1, 0.2, 0.5], [0] * 3)
+    text = sheets.markdown(
+        paper.sheet(TABLE, "d", [cell("A", falls), cell("B", rises)])
+    )
+    assert "| B | 2 ± 0 |" in text

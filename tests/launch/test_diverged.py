@@ -146,3 +146,9 @@ def test_a_text_that_diverged_ends(tmp_path, sweep):
     again = record.read(tmp_path / "a").summary
     assert words.table(again) == words.table(summary)
     assert all("global_perplexity" in one["metrics"] for one in whole)
+
+
+def test_a_run_diverged_when_its_first_seed_did():
+    lines = [{"round": 4}, {"round": 4, "diverged": 3}, {"round": 4, "diverged": 1}]
+    assert record.diverged(record.Record(None, {}, lines, {})) == 1
+    assert record.diverged(record.Record(None, {}, lines[:1], {})) is None

@@ -963,3 +963,13 @@ def test_what_serves_may_be_no_single_model(blobs, tmp_path, algo):
     with pytest.raises(ValueError, match="which is not a single model"):
         made_of.save_model(tmp_path / "model.npz", client)
     assert not (tmp_path / "model.npz").exists()
+
+
+def test_other_train_rows_are_no_comparison():
+    """Though the test rows are the same."""
+    gen = np.random.default_rng(0)
+    data = gen.normal(size=(40, 3)).astype(np.float32), np.arange(40) % 2
+    rows = {"whole": {"algo": "fedavg"}, "half": {"algo": "fedavg", "train_share": 0.5}}
+    given = {"dataset": data, "model": "narrow", "num_clients": 4, "rounds": 1}
+    with pytest.raises(ValueError, match="half would have other clients than whole"):
+        build.compare(rows, run=False, **given)

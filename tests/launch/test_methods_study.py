@@ -17,6 +17,7 @@ from launch.folder import lock, record
 from launch.machine import memory
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
+from launch.tables import tuning
 
 KEPT = pathlib.Path(build.__file__).parent / "studies" / "methods"
 GEN = np.random.default_rng(3)
@@ -783,3 +784,150 @@ def test_a_time_that_ends_with_the_last_call_ends_nothing_else(tmp_path):
     for _ in range(2):
         ran.run(progress=False, cell_timeout=1e-9)
     assert "not finished" not in ran.table().to_markdown()
+
+
+def point(lr, diverged=None, **metrics):
+    """A point and its part of a summary."""
+    entries = {f"val_{n}": {"mean": value} for n, value in metrics.items()}
+    return {"client_lr": lr}, {"diverged": diverged, "metrics": entries}
+
+
+RATES = {"client_lr": [1, 2, 3]}
+
+
+def test_perplexities_choose_the_lowest():
+    points = [point(1, client_perplexity=9.0), point(2, client_perplexity=7.0)]
+    chosen = tuning.best(points, RATES, False)
+    assert (chosen.options["client_lr"], chosen.value) == (2, 7.0)
+
+
+def test_what_diverged_wins_only_alone():
+    points = [point(1, client_accuracy=0.5), point(2, 3, client_accuracy=0.9)]
+    assert tuning.best(points, RATES, False).options == {"client_lr": 1}
+    assert tuning.best(points[1:], RATES, False).options == {"client_lr": 2}
+
+
+def test_equal_points_are_no_edge_and_the_first_wins():
+    """Nor is a best value of 1, which leaves nothing to gain."""
+    points = [point(lr, client_accuracy=0.5) for lr in (1, 2)]
+    chosen = tuning.best(points, RATES, False)
+    assert (chosen.options, chosen.edges) == ({"client_lr": 1}, ())
+    assert tuning.best(points[:1], RATES, False).edges == ("client_lr",)
+    assert not tuning.best([point(3, client_accuracy=1.0)], RATES, False).edges
+
+
+@pytest.mark.parametrize("tuned, expected", [(0.6, True), (0.5, False), (0.4, False)])
+def test_fine_tuning_wins_where_it_is_better(tuned, expected):
+    """Equal is not better, and a row that may not has none."""
+    points = [point(1, client_accuracy=0.5, fine_tuned_accuracy=tuned)]
+    chosen = tuning.best(points, RATES, True)
+    assert (chosen.is_fine_tuned, chosen.value) == (expected, max(tuned, 0.5))
+    assert not tuning.best(points, RATES, False).is_fine_tuned
+
+
+def test_a_switch_has_no_ends():
+    """There are no values beyond."""
+    part = point(1, client_accuracy=0.5)[1]
+    chosen = tuning.best([({"drop_last": True}, part)], {"drop_last": [False, True]}, 0)
+    assert (chosen.options, chosen.edges) == ({"drop_last": True}, ())
+
+
+def test_accuracies_of_clients_choose_before_the_servers():
+    points = [point(1, client_accuracy=0.5, global_accuracy=0.9)]
+    points += [point(2, client_accuracy=0.6, global_accuracy=0.8)]
+    chosen = tuning.best(points, RATES, False)
+    assert (chosen.metric, chosen.value) == ("val_client_accuracy", 0.6)
+
+
+@pytest.fixture
+def choosing(monkeypatch):
+    """A study whose trials are finished: by `read`, from a folder to its summary."""
+
+    def make(read, methods, **given):
+        study = made(methods=methods, control="", **given)
+        monkeypatch.setattr(type(study), "is_finished", lambda self, trial: True)
+        monkeypatch.setattr("launch.tables.protocol.finished.read", read)
+        return study
+
+    return make
+
+
+def swept(*values):
+    """A summary of points of client_lr: each its rate and validation metrics."""
+    return {
+        "sweep": [
+            {
+                "point": {"client_lr": rate},
+                "diverged": None,
+                "metrics": {f"val_{n}": {"mean": x} for n, x in metrics.items()},
+            }
+            for rate, metrics in values
+        ]
+    }
+
+
+def test_runs_of_their_own_have_their_options(choosing):
+    """Those that no sweep takes are chosen with those that it takes."""
+
+    def read(path):
+        best = 0.9 if "uniform" in path.name else 0.5
+        return swept((0.1, {"client_accuracy": best}), (0.2, {"client_accuracy": 0.4}))
+
+    tune = {"aggregation": ["examples", "uniform"], "client_lr": [0.1, 0.2]}
+    study = choosing(read, ["fedavg"], tune=tune)
+    wanted = {"aggregation": "uniform", "client_lr": 0.1}
+    assert study.choice("", "fedavg").options == wanted
+    assert study.final("", "fedavg").options.items() >= wanted.items()
+
+
+def test_a_fine_tuned_row_has_its_own_point(choosing):
+    """And its own run, if that is another one."""
+
+    def read(path):
+        first = {"client_accuracy": 0.5, "fine_tuned_accuracy": 0.6}
+        return swept(
+            (0.1, first), (0.2, {"client_accuracy": 0.4, "fine_tuned_accuracy": 0.7})
+        )
+
+    study = choosing(read, ["fedavg", "fedavg+ft"], tune={"client_lr": [0.1, 0.2]})
+    rows = {row: study.final("", row) for row in study.rows}
+    rates = [one.options["client_lr"] for one in rows.values()]
+    assert rates == [0.1, 0.2] and rows["fedavg+ft"].name == "fedavg.ft"
+    assert [study.choice("", row).is_fine_tuned for row in study.rows] == [False, True]
+
+
+def test_options_of_a_setting_and_a_row_come_before_the_common_ones():
+    """A row that has its own value of a tuned option is not tuned in it."""
+    given = {"settings": {"few": {"rounds": 1}, "many": {}}, "control": ""}
+    rows = {"fedavg": {}, "slow": {"algo": "fedavg", "client_lr": 0.01}}
+    study = made(methods=rows, **given)
+    for setting, rounds in (("few", 1), ("many", 3)):
+        assert [one.options["rounds"] for one in study.tuning(setting, "fedavg")] == [
+            rounds
+        ]
+        assert study.tuning(setting, "slow") == []
+        assert study.final(setting, "slow").options["client_lr"] == 0.01
+
+
+@pytest.mark.parametrize("tuned, shown", [(0.5, "plain"), (0.6, "tuned")])
+def test_a_row_shows_fine_tuned_clients_where_they_are_better(
+    tuned, shown, choosing, monkeypatch
+):
+    """By validation rows; equal is not better."""
+    metrics = {"client_accuracy": 0.5, "fine_tuned_accuracy": tuned}
+    where = "launch.tables.protocol"
+    monkeypatch.setattr(f"{where}.record.read", lambda path: "plain")
+    monkeypatch.setattr(f"{where}.derived.fine_tuned", lambda run: "tuned")
+    rows, tune = ["fedavg", "fedavg+ft"], {"client_lr": [0.1]}
+    study = choosing(lambda path: swept((0.1, metrics)), rows, tune=tune)
+    assert study.runs() == {"fedavg": "plain", "fedavg+ft": shown}
+
+
+def test_a_table_has_the_control_of_its_study(monkeypatch):
+    """Unless another one, or none, is named."""
+    seen, found = [], table.made({"": {}}, ["hurt"], "", "wilcoxon", 0.95)
+    monkeypatch.setattr(table, "made", lambda *given: seen.append(given[2]) or found)
+    study = made(tune={})
+    for given in ({}, {"control": ""}, {"control": "fedavg"}):
+        study.table(**given)
+    assert seen == ["local", "", "fedavg"]

@@ -14,6 +14,7 @@ import models
 from data import plan
 from fedjax_pfl import levels, types
 from launch import build
+from launch.folder import finished
 from tests.toys import model as toy
 
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -541,3 +542,10 @@ def test_moments_that_cannot_be_measured(algo, line):
     """One line."""
     with pytest.raises(ValueError, match=line):
         ran(algo=algo, eval_moments="both")
+
+
+def test_class_counts_are_of_clients_that_never_train_too():
+    made = planned(**NEW)
+    (counts,) = finished.class_counts(made)
+    assert counts.sum(1).tolist() == part(made).adapting.count.tolist()
+    assert counts.sum(1).all() and part(made).is_unseen.any()

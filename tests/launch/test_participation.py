@@ -387,3 +387,23 @@ def test_refusals(given, words, tmp_path):
     with pytest.raises(ValueError, match=words) as found:
         made(**given)
     assert "\n" not in str(found.value)
+
+
+def test_who_is_interrupted_does_not_finish():
+    """Of two steps it takes one."""
+    who = participation.Participation(np.ones((1000, 1)), interrupted=0.5)
+    taken = who.taken(0, 0, np.arange(1000), np.full(1000, 2))
+    assert {*taken.tolist()} == {1, 2}
+    assert (taken == 1).mean() == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_step_that_ends_at_the_deadline_is_done():
+    """.15 seconds are 50 examples, though (1.15 - 1) / .003 is 49.99999999999997."""
+    who = participation.Participation(
+        **{"chance": np.ones((1, 1)), "speed": np.ones((1, 1))},
+        **{"macs": np.full((1, 1), 1e6), "num_bytes": np.array([1e6])},
+        round_seconds=1.15,
+    )
+    where = 0, np.arange(1), np.array([1])
+    (steps,) = who.in_time([types.PlanSpec("local", 1, 10)], np.full(1, 60), *where)
+    assert steps.tolist() == [5]

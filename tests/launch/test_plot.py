@@ -295,3 +295,31 @@ def test_bad_input_is_one_line(runs, capsys, argv, words):
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+def of_clients(**arrays):
+    """A record with arrays of two clients in two rounds."""
+    return record.Record(
+        None, {}, [], {n: np.array([one]) for n, one in arrays.items()}
+    )
+
+
+def test_values_of_clients_are_means_over_rounds():
+    """Over the rounds in which a client was measured."""
+    run = of_clients(accuracy=[[0.2, np.nan], [0.6, 0.5]])
+    np.testing.assert_allclose(
+        record.client_values(run, "client_accuracy"), [[0.4, 0.5]]
+    )
+
+
+def test_values_of_clients_that_never_train_are_apart():
+    """Before and after fine-tuning."""
+    values = {"accuracy": [[0.2, 0.4]], "fine_tuned_accuracy": [[0.3, 0.6]]}
+    run = of_clients(**values, unseen=[0, 1])
+    for name, expected in {
+        "client_accuracy": [[0.2, np.nan]],
+        "unseen_accuracy": [[np.nan, 0.4]],
+        "fine_tuned_accuracy": [[0.3, np.nan]],
+        "unseen_fine_tuned_accuracy": [[np.nan, 0.6]],
+    }.items():
+        np.testing.assert_allclose(record.client_values(run, name), expected)

@@ -532,3 +532,11 @@ def test_tables_of_losses_at_chosen_positions(table, expected):
     assert len(names) == len(set(names)) and all("masked" in name for name in names)
     titles = [words.title(name) for name in names]
     assert set(expected) <= set(titles), titles
+
+
+def test_a_single_number_is_beside_every_metric():
+    """The paper does not say when it was measured."""
+    metrics = {"client_accuracy": entry(0.9), "global_accuracy": entry(0.7)}
+    runs = {("one", "A"): ({"metrics": metrics}, [80.0])}
+    text = shown({"metrics": list(metrics)}, runs)
+    assert "| A | 80.00 / 90.0 / +10.0 | 80.00 / 70.0 / -10.0 |" in text
