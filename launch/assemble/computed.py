@@ -151,6 +151,10 @@ def of_algorithm(
         _traced(method.round, state, planner.cohort(0, 0), tables),
         _traced(score, state, planner.drawn(0, 1), tables),
     ]
+    if method.adapt is not None:
+        from models import own  # imports nnx, which takes long
+
+        parts.append(own.source(method.adapt))
     return _joined(parts)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib
 import os
 import pathlib
 import re
@@ -15,6 +16,7 @@ from data import files
 _FORM = re.compile(r"(.+\.py)(?::(\w+))?", re.DOTALL)  # its path, and a name in it
 _EXPECTED = "expected a dataclass HParams and a function make(hparams, task)"
 _OURS = {"fedjax_pfl", "algorithms", "models", "data", "launch"}
+_SHARED = {*_OURS, *sys.stdlib_module_names, "__main__"}
 
 
 class _Kept(NamedTuple):
@@ -25,7 +27,6 @@ class _Kept(NamedTuple):
 
 
 _KEPT: dict[pathlib.Path, _Kept] = {}
-_BESIDE: set[str] = set()  # names of modules that files imported from beside them
 
 
 def is_one(algo: Any) -> bool:
@@ -65,6 +66,12 @@ def opened(algo: str | os.PathLike) -> tuple[Any, str]:
     return getattr(module, found[0]), found[0]
 
 
+def digest(algo: str | os.PathLike) -> str:
+    """A hash of an opened file and of the modules beside it that it imported."""
+    path = files.given(_FORM.fullmatch(os.fspath(algo))[1], "algo").resolve()
+    return hashlib.sha256(repr(_KEPT[path].digests).encode()).hexdigest()
+
+
 def _is_one(thing: Any) -> bool:
     return hasattr(thing, "HParams") and hasattr(thing, "make")
 
@@ -86,66 +93,83 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _run(path: pathlib.Path) -> _Kept:
-    """Runs a file, whose folder comes first where its imports are looked for."""
+    """Runs a file, and modules beside it that it imports, for it alone.
+
+    Those of a process that have such names are as before afterwards.
+    """
+    folder = path.parent
     # Two files may have one name, and annotations are read by that of the module.
     name = f"algo_{hashlib.sha256(bytes(path)).hexdigest()[:8]}.mine"
     module = types.ModuleType(name)
     module.__file__ = str(path)
-    digests, before = {path: _digest(path)}, sys.path[:]
-    _drop(path.parent)
+    digests, before = {path: _digest(path)}, (sys.path[:], sys.dont_write_bytecode)
+    tops = {one.partition(".")[0] for one in sys.modules} - _SHARED
+    tops = {top for top in tops if _is_there(top, folder) or _is_beside(top, folder)}
+    others = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in tops}
+    for one in others:
+        del sys.modules[one]
     loaded = set(sys.modules)
-    sys.modules[name] = module
     try:
         source = path.read_bytes()
-        _refuse_others(ast.parse(source), path.parent)
-        sys.path.insert(0, str(path.parent))
+        _check_imports(ast.parse(source), folder)
+        sys.modules[name] = module
+        sys.path.insert(0, str(folder))
+        sys.dont_write_bytecode = True  # which would hide an edit in the same second
+        importlib.invalidate_caches()
         exec(compile(source, path, "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         raise ValueError(_reason(error, path)) from error
     finally:
-        sys.path[:] = before
-    for one in sys.modules.keys() - loaded:
-        if (top := one.partition(".")[0]) and _beside(top, path.parent):
-            _BESIDE.add(top)
-            digests |= {
-                found: _digest(found)
-                for found in [pathlib.Path(sys.modules[one].__file__ or "")]
-            }
+        sys.path[:], sys.dont_write_bytecode = before
+        new = {one: one.partition(".")[0] for one in sys.modules.keys() - loaded}
+        tops = {*new.values()} - _SHARED - {name.partition(".")[0]}
+        tops = {top for top in tops if _is_beside(top, folder)}
+        mine = [one for one, top in new.items() if top in tops]
+        found = [getattr(sys.modules[one], "__file__", None) for one in mine]
+        digests |= {
+            pathlib.Path(one): _digest(pathlib.Path(one)) for one in found if one
+        }
+        for one in mine:
+            del sys.modules[one]
+        sys.modules.update(others)
     return _Kept(module, digests)
 
 
-def _beside(top: str, folder: pathlib.Path) -> bool:
-    """Whether a loaded package or module is one of a folder."""
-    file = getattr(sys.modules.get(top), "__file__", None)
-    there = folder / f"{top}.py", folder / top / "__init__.py"
-    return file is not None and pathlib.Path(file) in there
+def _is_there(top: str, folder: pathlib.Path) -> bool:
+    """Whether a folder has a module or package of a name."""
+    return (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
 
 
-def _drop(folder: pathlib.Path) -> None:
-    """Lets modules beside files be imported again: by other files, and once edited."""
-    tops = {name.partition(".")[0] for name in sys.modules} - _OURS - {"__main__"}
-    tops = {top for top in tops if top in _BESIDE or _beside(top, folder)}
-    for name in [one for one in sys.modules if one.partition(".")[0] in tops]:
-        del sys.modules[name]
+def _is_beside(top: str, folder: pathlib.Path) -> bool:
+    """Whether what is loaded by a name is of a folder and not installed below it."""
+    module = sys.modules.get(top)
+    file, paths = getattr(module, "__file__", None), getattr(module, "__path__", ())
+    every = [pathlib.Path(one) for one in ([file] if file else paths)]
+    own = [one for one in every if "site-packages" not in one.parts]
+    return any(one.is_relative_to(folder) for one in own)
 
 
-def _refuse_others(tree: ast.Module, folder: pathlib.Path) -> None:
-    """Refuses an import of a name beside the file that would be another module."""
+def _check_imports(tree: ast.Module, folder: pathlib.Path) -> None:
+    """Refuses imports that would be others than of what lies beside the file."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [one.name for one in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            raise ValueError(
+                f"line {node.lineno}: the file is no part of a package; write the "
+                "import without its dots"
+            )
+        elif isinstance(node, ast.ImportFrom):
             names.append(node.module)
     for top in {name.partition(".")[0] for name in names}:
-        there = folder / f"{top}.py", folder / top / "__init__.py"
-        if top in sys.modules and any(map(pathlib.Path.is_file, there)):
-            if not _beside(top, folder):
-                raise ValueError(
-                    f"import {top} is another module than the one beside the file; "
-                    "give that another name"
-                )
+        is_taken = top in _OURS or top in sys.stdlib_module_names
+        if is_taken and _is_there(top, folder) and not _is_beside(top, folder):
+            raise ValueError(
+                f"import {top} is another module than the one beside the file; "
+                "give that another name"
+            )
 
 
 def _reason(error: BaseException, path: pathlib.Path) -> str:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from data import files
 from fedjax_pfl import json_text, metric_kinds
 from launch import compare
-from launch.config import algorithm_file, flagfile, registry, schema, sweep
+from launch.config import algorithm_file, registry, schema, sweep
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
@@ -88,11 +88,12 @@ class Study:
         self._bases = _bases(given["rows"])
         algos = [own["algo"] for own in self._bases.values()]
         self._has_code = not all(map(registry.is_ours, algos))
-        if not is_opened:
+        self._files: dict[str, str] = {}  # hashes of files by method
+        for base, own in self._bases.items():
             # A file is read once, so that all of a study's runs have the same code.
-            for own in self._bases.values():
-                if algorithm_file.is_one(own["algo"]):
-                    own["algo"] = registry.algorithm(own["algo"])
+            if algorithm_file.is_one(own["algo"]) and not is_opened:
+                path, own["algo"] = own["algo"], registry.algorithm(own["algo"])
+                self._files[base] = algorithm_file.digest(path)
         # (setting, method) pairs, each of which one process runs
         self._units = list(itertools.product(self.settings, self._bases))
         self._check()
@@ -228,8 +229,7 @@ class Study:
             hashes[setting] = {
                 base: {
                     "data": one.examples_sha256,
-                    "own": _code(one),
-                    "text": one.own_sha256,
+                    "own": self._files.get(base, one.own_sha256),
                     "split": one.split_sha256,
                     "tuned": trials.split_sha256(one),
                 }
@@ -264,10 +264,9 @@ class Study:
         names = [_slug(one) for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
         every = self._hashes[setting][base]
-        # Earlier versions had no hashes of the clients' rows, and of code its text.
+        # Earlier versions had no hashes of the clients' rows.
         kept = {one: every[one] for one in ("data", "own", "split") if one in every}
         hashes = kept | ({"split": every[split]} if split in every else {})
-        kept |= {"own": every.get("text", every["own"])}
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
 
@@ -725,15 +724,6 @@ def _slug(name: str) -> str:
     return cells.slug(name).replace("/", "-")
 
 
-def _code(made: Experiment) -> str:
-    """What custom code computes, with its options, "" = there is none."""
-    if not made.own_sha256:
-        return ""
-    chosen = flagfile.RunFlags.of(made.hparams).options
-    parts = made.computed_sha256 or made.own_sha256, sorted(chosen.items())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
 def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The methods behind rows, with the options of each."""
     out: dict[str, dict[str, Any]] = {}
@@ -813,8 +803,11 @@ def study(
             raise ValueError(f"study: expected a list of methods, got {methods!r}")
         rows = {}
         for one in methods:
-            name = registry.algorithm_name(one)
-            own = {} if name == one else {"options": {"algo": one}}
+            is_tuned = isinstance(one, str) and one.endswith(FINE_TUNED)
+            algo = one.removesuffix(FINE_TUNED) if is_tuned else one
+            name = registry.algorithm_name(algo)
+            own = {} if name == algo or is_tuned else {"options": {"algo": algo}}
+            name += FINE_TUNED * is_tuned
             if name in rows:
                 raise ValueError(f"study: two methods have the name {name}; name them")
             rows[name] = own

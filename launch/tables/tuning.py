@@ -122,5 +122,6 @@ def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, boo
 
 def _ends(values: Sequence[Any]) -> list[Any]:
     """The least and the largest of several numbers, [] of other values."""
-    is_numbers = not any(isinstance(one, (bool, str)) for one in values)
+    kinds = [type(one) for one in values]
+    is_numbers = bool not in kinds and all(issubclass(k, (int, float)) for k in kinds)
     return [min(values), max(values)] if is_numbers and len(values) > 1 else []

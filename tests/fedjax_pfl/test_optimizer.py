@@ -289,3 +289,12 @@ def test_factored_moments_wait():
     hparams = hparams_of(client_optimizer=optimizer.custom(given))
     found = steps(hparams, [all_of(one) for one in (True, False, False, True)])
     equal(found, plain(given(0.05), 2), rtol=1e-4, atol=1e-6)
+    # The kernel of a stage that trains its bias alone has its first moments afterwards.
+    tx = optimizer.make(hparams, 0.05)
+    state = optimizer.init(tx, PARAMS)
+    half = tuple({n: jnp.bool_(n != "kernel") for n in one} for one in PARAMS)
+    _, after = optimizer.apply_gradients(tx, PARAMS, state, PARAMS, half)
+    paths = zip(*map(jax.tree_util.tree_leaves_with_path, (state, after)), strict=True)
+    for (path, before), (_, now) in paths:
+        if "kernel" in jax.tree_util.keystr(path):
+            np.testing.assert_array_equal(before, now)

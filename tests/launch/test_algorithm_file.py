@@ -216,18 +216,24 @@ def test_a_study_sees_an_edited_file(blobs, narrow, tmp_path, pulled, monkeypatc
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
 
-    def to_run():
-        """The rows without a result, which then train although a file was edited."""
+    def opened():
+        """The study with the file as it is, and its rows without a result."""
         study = protocol.read(path, tmp_path / "study")
-        rows = [row for row, one in study.runs().items() if one is None]
-        edit(pulled, "averaging.make(", "(lambda *a: averaging.make(*a))(")
-        study.run(progress=False)
-        return rows
+        return study, [row for row, one in study.runs().items() if one is None]
 
-    assert to_run() == ["fedavg", "P", "pulled.py"]
-    assert to_run() == []  # it computes the same
-    edit(pulled.replace("pulled.py", "beside.py"), "0.5", "9.5")
-    assert to_run() == ["P", "pulled.py"]
+    study, rows = opened()
+    assert rows == ["fedavg", "P", "pulled.py"]
+    study.run(progress=False)
+    assert opened()[1] == []
+    beside = pulled.replace("pulled.py", "beside.py")
+    edit(beside, "0.5", "9.5")
+    study, rows = opened()
+    assert rows == ["P", "pulled.py"]
+    edit(beside, "9.5", "0.5")
+    study.run(progress=False)  # of the file as it was when the study was opened
+    assert opened()[1] == []
+    edit(beside, "0.5", "9.5")
+    assert opened()[1] == []
 
 
 def test_the_contract_by_the_command(pulled, capsys, monkeypatch):
