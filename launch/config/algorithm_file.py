@@ -69,7 +69,9 @@ def opened(algo: str | os.PathLike) -> tuple[Any, str]:
 def digest(algo: str | os.PathLike) -> str:
     """A hash of an opened file and of the modules beside it that it imported."""
     path = files.given(_FORM.fullmatch(os.fspath(algo))[1], "algo").resolve()
-    return hashlib.sha256(repr(_KEPT[path].digests).encode()).hexdigest()
+    every = _KEPT[path].digests.items()
+    parts = sorted((os.path.relpath(one, path.parent), of) for one, of in every)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _is_one(thing: Any) -> bool:

@@ -1,12 +1,14 @@
 """`--algo=mine.py`: an algorithm in a file of the user's."""
 
 import json
+import pathlib
+import shutil
 import sys
 
 import pytest
 
 from launch import build, contract, export, main
-from launch.config import flags, registry
+from launch.config import algorithm_file, flags, registry
 from launch.tables import protocol
 from tests import conftest
 
@@ -133,6 +135,20 @@ def test_files_of_one_name(pulled, tmp_path):
     assert registry.algorithm(pulled).HParams().pull == 0.5
     assert registry.option_types(pulled) == kinds and kinds["pull"] is float
     assert sys.path == before
+
+
+def test_a_hash_is_of_the_files_alone(pulled, tmp_path):
+    """Not of where they are, nor of the order in which modules were imported."""
+    (tmp_path / "zero.py").write_text("import one\n")
+    (tmp_path / "one.py").touch()
+    edit(pulled, "import beside\n", "import beside\nimport zero\n")
+    copied = shutil.copytree(tmp_path, tmp_path.parent / "copied") / "pulled.py"
+    for path in (pulled, copied):
+        registry.algorithm(path)
+    names = "beside.py", "one.py", "pulled.py", "zero.py"
+    digests = algorithm_file._KEPT[pathlib.Path(pulled).resolve()].digests
+    assert sorted(one.name for one in digests) == [*names]
+    assert algorithm_file.digest(pulled) == algorithm_file.digest(copied)
 
 
 def test_names_of_files(tmp_path):
