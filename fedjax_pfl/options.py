@@ -70,6 +70,11 @@ def option(
 _PLAIN = option(None, "").metadata
 
 
+def metadata(field: dataclasses.Field) -> Mapping[str, Any]:
+    """What `option` says of a field, its defaults for one that is no `option`."""
+    return _PLAIN | field.metadata
+
+
 def validate(values: Any) -> None:
     """Checks all fields of a dataclass instance, and their relations.
 
@@ -83,7 +88,7 @@ def validate(values: Any) -> None:
 
 def check(field: dataclasses.Field, value: Any) -> None:
     """Refuses (ValueError) a value that the option does not allow by itself."""
-    expected = "" if value is None else _expected(value, _PLAIN | field.metadata)
+    expected = "" if value is None else _expected(value, metadata(field))
     if expected:
         raise ValueError(f"--{field.name}={value}: expected {expected}")
 
@@ -117,7 +122,7 @@ def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str
     lines about those that are refused.
     """
     for field in dataclasses.fields(values):
-        meta, value = _PLAIN | field.metadata, getattr(values, field.name)
+        meta, value = metadata(field), getattr(values, field.name)
         if meta["is_noted"] != (noted is not None) or isinstance(value, jax.Array):
             continue
         is_given = is_on(field, value)

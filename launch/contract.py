@@ -50,7 +50,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected at least 2")
-    for option in _WITHOUT & options.keys():
+    for option in sorted(_WITHOUT & options.keys()):
         raise ValueError(
             f"--{option}={options[option]}: a check writes no file and chooses how "
             "clients are computed; omit it"

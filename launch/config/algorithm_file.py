@@ -9,14 +9,16 @@ import re
 import sys
 import traceback
 import types
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from data import files
 
 _FORM = re.compile(r"(.+\.py)(?::(\w+))?", re.DOTALL)  # its path, and a name in it
 _EXPECTED = "expected a dataclass HParams and a function make(hparams, task)"
-_OURS = {"fedjax_pfl", "algorithms", "models", "data", "launch"}
-_SHARED = {*_OURS, *sys.stdlib_module_names, "__main__"}
+# Modules that a file has in common with the rest of the process
+_SHARED = {"fedjax_pfl", "algorithms", "models", "data", "launch", "__main__"}
+_SHARED |= sys.stdlib_module_names
 
 
 class _Kept(NamedTuple):
@@ -48,30 +50,35 @@ def opened(algo: str | os.PathLike) -> tuple[Any, str]:
     that it imports was edited. Raises ValueError or OSError: it cannot be read, does
     not run or has no such thing.
     """
-    file, name = _FORM.fullmatch(os.fspath(algo)).groups()
-    path = files.given(file, "algo")
+    path, name = _parts(algo)
     files.check(path, "a Python file")
     module = _module(path.resolve())
     if name is not None:
         if not hasattr(module, name):
-            raise ValueError(f"there is no {name} in {file}")
+            raise ValueError(f"there is no {name} in {path}")
         return getattr(module, name), name
     own = [one for one in vars(module).values() if _is_own(one, module)]
     found = [one.__name__ for one in own if isinstance(one, type) and _is_one(one)]
     if _is_one(module) and (_is_own(module.make, module) or not found):
         return module, re.sub(r"[^\w+-]", "_", path.stem).strip("_") or "custom"
     if len(found) != 1:
-        line = f", and there are {', '.join(found)}; take one of them, {file}:{{}}"
+        line = f", and there are {', '.join(found)}; take one of them, {algo}:{{}}"
         raise ValueError(_EXPECTED + (line.format(found[0]) if found else ""))
     return getattr(module, found[0]), found[0]
 
 
 def digest(algo: str | os.PathLike) -> str:
     """A hash of an opened file and of the modules beside it that it imported."""
-    path = files.given(_FORM.fullmatch(os.fspath(algo))[1], "algo").resolve()
+    path = _parts(algo)[0].resolve()
     every = _KEPT[path].digests.items()
     parts = sorted((os.path.relpath(one, path.parent), of) for one, of in every)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _parts(algo: str | os.PathLike) -> tuple[pathlib.Path, str | None]:
+    """The file of `--algo`, and the name in it, None = none is given."""
+    file, name = _FORM.fullmatch(os.fspath(algo)).groups()
+    return files.given(file, "algo"), name
 
 
 def _is_one(thing: Any) -> bool:
@@ -105,9 +112,9 @@ def _run(path: pathlib.Path) -> _Kept:
     module = types.ModuleType(name)
     module.__file__ = str(path)
     digests, before = {path: _digest(path)}, (sys.path[:], sys.dont_write_bytecode)
-    tops = {one.partition(".")[0] for one in sys.modules} - _SHARED
-    tops = {top for top in tops if _is_there(top, folder) or _is_beside(top, folder)}
-    others = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in tops}
+    own = [one for one in _tops(sys.modules) if _is_there(one, folder)]
+    own += [one for one in _tops(sys.modules) if _is_beside(one, folder)]
+    others = {n: m for n, m in sys.modules.items() if n.partition(".")[0] in own}
     for one in others:
         del sys.modules[one]
     loaded = set(sys.modules)
@@ -124,10 +131,9 @@ def _run(path: pathlib.Path) -> _Kept:
         raise ValueError(_reason(error, path)) from error
     finally:
         sys.path[:], sys.dont_write_bytecode = before
-        new = {one: one.partition(".")[0] for one in sys.modules.keys() - loaded}
-        tops = {*new.values()} - _SHARED - {name.partition(".")[0]}
-        tops = {top for top in tops if _is_beside(top, folder)}
-        mine = [one for one, top in new.items() if top in tops]
+        new = sys.modules.keys() - loaded
+        own = [one for one in _tops(new) if _is_beside(one, folder)]
+        mine = [one for one in new if one.partition(".")[0] in own]
         found = [getattr(sys.modules[one], "__file__", None) for one in mine]
         digests |= {
             pathlib.Path(one): _digest(pathlib.Path(one)) for one in found if one
@@ -136,6 +142,11 @@ def _run(path: pathlib.Path) -> _Kept:
             del sys.modules[one]
         sys.modules.update(others)
     return _Kept(module, digests)
+
+
+def _tops(names: Iterable[str]) -> set[str]:
+    """The packages and modules of these names that the process does not need."""
+    return {name.partition(".")[0] for name in names} - _SHARED
 
 
 def _is_there(top: str, folder: pathlib.Path) -> bool:
@@ -166,8 +177,8 @@ def _check_imports(tree: ast.Module, folder: pathlib.Path) -> None:
         elif isinstance(node, ast.ImportFrom):
             names.append(node.module)
     for top in {name.partition(".")[0] for name in names}:
-        is_taken = top in _OURS or top in sys.stdlib_module_names
-        if is_taken and _is_there(top, folder) and not _is_beside(top, folder):
+        is_other = _is_there(top, folder) and not _is_beside(top, folder)
+        if top in _SHARED and is_other:
             raise ValueError(
                 f"import {top} is another module than the one beside the file; "
                 "give that another name"

@@ -96,9 +96,10 @@ def defined(fields: Mapping[str, Any], kinds: Mapping[str, type]) -> flags.FlagV
     """One absl flag for each dataclass field, of its type."""
     values = flags.FlagValues()
     for name, field in fields.items():
-        text = field.metadata.get("help", "")
-        if choices := field.metadata.get("choices"):
-            text = f"<{'|'.join(choices)}>: {text}"
+        meta = options.metadata(field)
+        text = meta["help"]
+        if meta["choices"]:
+            text = f"<{'|'.join(meta['choices'])}>: {text}"
         none = field.default is dataclasses.MISSING
         default = None if none else field.default
         _DEFINERS[kinds[name]](name, default, text, flag_values=values)
@@ -173,10 +174,10 @@ def help_for(
     for group, names in registry.groups_of(algo).items():
         print(f"\n{group}:")
         for name in names:
-            meta = known[name].metadata
-            choices = "|".join(meta.get("choices", ())) or kinds[name].__name__
+            meta = options.metadata(known[name])
+            choices = "|".join(meta["choices"]) or kinds[name].__name__
             default = registry.default_text(algo, name, dataset)
-            about = meta.get("help", "a field of HParams")
+            about = meta["help"] or "a field of HParams"
             print(f"  --{name}=<{choices}>\n      {about}; {default}")
     if extra is not None:
         values = flags.FlagValues()

@@ -170,8 +170,9 @@ class Study:
         path = self.folder / STUDY
         if path.is_file():
             held = _held(path)
-            is_same = held["given"] == self._given and not self._has_code
-            if self._is_opened or (is_same and not trials.is_of_python(self._given)):
+            may_differ = self._has_code or trials.is_of_python(self._given)
+            is_same = held["given"] == self._given and not may_differ
+            if self._is_opened or is_same:
                 self._body = held
                 return held["prepared"]
         elif store.is_taken(self.folder):
