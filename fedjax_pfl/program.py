@@ -313,7 +313,8 @@ def _jitted(of: _Structure) -> Program:
         return _over_variants(one, how, values, partition, seeds)
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
-        def one(values, state, cohorts, partition):
+        def one(values, state, cohorts, partition, number):
+            state = state.replace(round=number)
             method = algorithm(values)
             tables = data.replace(partition=partition)
             num_examples = partition.train.count
@@ -342,7 +343,10 @@ def _jitted(of: _Structure) -> Program:
             carry = (state, metrics, counts, jnp.zeros((), jnp.int32), seconds)
             return jax.lax.fori_loop(first, first + num_rounds, step, carry)
 
-        return _over_variants(one, how, values, state, cohorts, partition)
+        # One number, as otherwise each seed had a learning rate of its own, which a GPU
+        # would spread to the shape of all weights in every local step.
+        number = state.round[0]
+        return _over_variants(one, how, values, state, cohorts, partition, number)
 
     def evaluation(fn: Callable) -> Callable:
         """A function of `evaluate` over variants, under its own name."""

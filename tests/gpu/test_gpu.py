@@ -63,6 +63,14 @@ def test_clients_side_by_side_are_one_launch(unequal):
     assert five["kernels_per_step"] < 1.2 * one["kernels_per_step"]
 
 
+def test_seeds_side_by_side_are_one_launch(unequal):
+    """A step of two seeds, too: their round and its learning rate are one number."""
+    one, two = (
+        compiled_for("fedavg", unequal, num_seeds=n).cost_analysis() for n in (1, 2)
+    )
+    assert two["kernels_per_step"] < 1.1 * one["kernels_per_step"]
+
+
 def test_as_many_as_there_are(unequal):
     """Launches dominate, so that clients of equal work train together."""
     made = compiled_for("fedavg", unequal, client_chunk=0, partition="iid")
