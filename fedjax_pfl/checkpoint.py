@@ -19,7 +19,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,11 @@ def saved(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path for path in found if path.name[6:].isdecimal())
 
 
+def round_of(path: pathlib.Path) -> int:
+    """The finished rounds of a checkpoint, by its name."""
+    return int(path.name[6:])
+
+
 @contextlib.contextmanager
 def _one_error(path: pathlib.Path) -> Iterator[None]:
     """Turns everything that orbax does about a failed write into one OSError.
@@ -151,13 +156,20 @@ def last_host(folder: pathlib.Path) -> dict | None:
     return _manifest(found[-1])["host"] if found else None
 
 
-def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
+def save(
+    folder: pathlib.Path,
+    round: int,
+    state: Any,
+    host: dict,
+    keep: Collection[int] | None = None,
+) -> None:
     """Writes `folder/round_<round>` atomically and keeps the newest two.
 
     `folder` is the run's `checkpoints` folder, `round` the rounds done, `state` a
-    RoundState (or a stack of them), and `host` the host's counters as JSON-able values,
-    such as messages so far. If it cannot be written, an OSError is raised and older
-    checkpoints stay. Of several processes one calls it, and the others `send`.
+    RoundState (or a stack of them), `host` the host's counters as JSON-able values,
+    such as messages so far, and `keep` the rounds to keep instead of the newest two. If
+    it cannot be written, an OSError is raised and older checkpoints stay. Of several
+    processes one calls it, and the others `send`.
     """
     folder, groups = folder.absolute(), _groups(state)
     partial = folder / f"partial_{round:08d}"
@@ -176,7 +188,9 @@ def save(folder: pathlib.Path, round: int, state: Any, host: dict) -> None:
     if final.exists():
         shutil.rmtree(final)
     partial.rename(final)
-    for old in saved(folder)[:-KEEP]:
+    found = saved(folder)
+    kept = [one for one in found if round_of(one) in keep] if keep else found[-KEEP:]
+    for old in set(found).difference(kept):
         shutil.rmtree(old)
 
 
@@ -345,16 +359,20 @@ def _stored(path: pathlib.Path, manifest: dict) -> list[views.Streamed]:
     return [streamed(*one) for one in arrays]
 
 
-def restore(folder: pathlib.Path, *templates: Any) -> tuple[int, Any, dict] | None:
-    """Restores (rounds done, state, the host's counters) from the newest checkpoint.
+def restore(
+    folder: pathlib.Path, *templates: Any, round: int | None = None
+) -> tuple[int, Any, dict] | None:
+    """Restores (rounds done, state, the host's counters) from a checkpoint.
 
-    It is None if `folder`, the run's `checkpoints` folder, has no checkpoint.
-    `templates` are the state's shapes (`jax.eval_shape` of init) in each form that it
-    may have. An axis of -1 may have any length. All leaves but keys are
-    `views.Streamed`, read when they are needed. Raises ValueError if the newest one is
-    damaged or of another shape, with the file and the older checkpoint to fall back to.
+    It is the newest one, or that of `round`, and None if `folder`, the run's
+    `checkpoints` folder, has none. `templates` are the state's shapes (`jax.eval_shape`
+    of init) in each form that it may have. An axis of -1 may have any length. All
+    leaves but keys are `views.Streamed`, read when they are needed. Raises ValueError
+    if it is damaged or of another shape, with the file and the older checkpoint to fall
+    back to.
     """
-    found = saved(folder.absolute())
+    every = saved(folder.absolute())
+    found = [one for one in every if round in (None, round_of(one))]
     if not found:
         return None
     try:

@@ -30,7 +30,8 @@ __all__ = [
 def load(path: Any, **given: Any) -> Any:
     """Opens the folder of a run (`experiment.load`), or of a study of methods.
 
-    A study may also be a zip file of `Study.pack`. Raises ValueError if it is neither.
+    A study may also be a zip file of `Study.pack`. `given` are the arguments of
+    `experiment.load`, such as `round=`. Raises ValueError if it is neither.
 
     Examples:
         >>> import tempfile

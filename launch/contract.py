@@ -24,7 +24,10 @@ TOLERANCE, MILD_LR = 1e-3, 0.01
 
 
 # Options of a run that a check has not
-_WITHOUT = {"workdir", "resume", "csv", "tensorboard", "wandb", "export_partition"}
+_WITHOUT = {
+    *("workdir", "resume", "keep_best", "csv", "tensorboard", "wandb"),
+    "export_partition",
+}
 _WITHOUT |= {"client_chunk", "min_chunk", "target"}
 
 

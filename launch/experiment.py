@@ -71,7 +71,7 @@ class Experiment(Run):
                 f"until={until!r}: expected 0..{rounds} rounds; extend(...) adds rounds"
             )
         records = [loop.OnRecord(on_record)] if on_record is not None else []
-        for name in ("tensorboard", "csv", "wandb"):
+        for name in ("tensorboard", "csv", "wandb", "keep_best"):
             if getattr(self.config, name) and not self.config.workdir:
                 raise ValueError(f"{name} writes files; give a workdir too")
         stop = stop_lib.Stop(twice_interrupts=False)
@@ -135,7 +135,8 @@ class Experiment(Run):
                 every.append(tracking.Wandb(self.config.wandb, str(folder.path)))
             if self.config.tensorboard:
                 every = [tracking.TensorBoard(folder.path), *every]
-            every = [folder, *every, workdir.Checkpoints(folder)]
+            best = [workdir.Best(folder)] if self.config.keep_best else []
+            every = [folder, *every, *best, workdir.Checkpoints(folder)]
         with stop:
             loop.run(self, every, stop, until)
 
@@ -344,7 +345,7 @@ def experiment(**given: Any) -> Experiment:
     return Experiment(assemble.assemble(settings, target=chosen or ""))
 
 
-def load(path: Any, **given: Any) -> Experiment:
+def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
     """Opens the folder of a run, finished or stopped, perhaps a stranger's.
 
     Options that runs do not record (`export_partition`, `distributed`, `compile_cache`
@@ -352,11 +353,15 @@ def load(path: Any, **given: Any) -> Experiment:
 
     Args:
         path: The folder, as `--workdir` named it.
+        round: The finished rounds after which models and records are wanted, None = the
+            last that were saved. `keep_best` keeps those of the best round, which
+            `best_rounds()` names. `run()` goes on from the last ones in any case.
         **given: Options that replace the recorded ones, such as a larger `rounds`, and
             what a folder does not hold: a custom `dataset`, `model` or `algo`.
 
     Raises:
-        ValueError: one line: there is no run, or it has other data or options.
+        ValueError: one line: there is no run, no state after `round`, or it has other
+            data or options.
     """
     devices.begin(given.get("distributed") or "")
     processes.meet("load")
@@ -390,5 +395,5 @@ def load(path: Any, **given: Any) -> Experiment:
     options = custom.given_again(options, given, path)
     given = given | {"algo": algo, "workdir": str(flags_path.parent), "resume": True}
     made = experiment(**options | given)
-    made.folder.reopen()
+    made.folder.reopen(round)
     return made

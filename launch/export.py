@@ -1,8 +1,9 @@
 """Writes a trained model: `python -m launch.export WORKDIR --output=model.msgpack`.
 
-`--client=3` writes the personalized model of client 3 instead of the server's. The file
-can be read without this package (see docs/python.md), and `--init_from=FILE` starts a
-run from it, unless it is a program, `.stablehlo`. The folder is not changed.
+`--client=3` writes the personalized model of client 3 instead of the server's, and
+`--best` that after the best round instead of the last. The file can be read without
+this package (see docs/python.md), and `--init_from=FILE` starts a run from it, unless
+it is a program, `.stablehlo`. The folder is not changed.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from fedjax_pfl.options import option
 from launch import build, ending
-from launch.config import flags
+from launch.config import flags, schema
 from launch.models_out import client_model
 
 
@@ -27,6 +28,9 @@ class Options:
     owner: str = option("", "the client to export, by its owner's name")
     seed: int = option(-1, "one of the run's seeds, -1 = its first")
     point: str = option("", "the point of a sweep, such as client_lr=0.1")
+    best: bool = option(
+        False, "the model of the seed's best round, of a run with --keep_best"
+    )
     algo: str = option("", "file of the run's algorithm if it is your own, mine.py")
     data_dir: str = option("", "folder of the data set, if it moved")
     dataset: str = option(
@@ -53,6 +57,8 @@ def command(argv: list[str]) -> None:
             raise ValueError("--client and --owner name a client twice; omit one")
         seed = None if asked.seed == -1 else asked.seed
         point = _point(asked.point, experiment.points)
+        if asked.best:
+            experiment.folder.reopen(_best_round(experiment, seed, point))
         with warnings.catch_warnings(record=True) as notes:
             path = experiment.save_model(asked.output, client, seed, point)
         for note in notes:
@@ -60,6 +66,18 @@ def command(argv: list[str]) -> None:
         if experiment.owners and isinstance(client, int):
             print(f"client {client} is the owner {experiment.owners[client]}")
         print(path)
+
+
+def _best_round(
+    experiment: build.Experiment, seed: int | None, point: Mapping[str, float]
+) -> int:
+    """The best round of a seed at a point, or a ValueError."""
+    rule = experiment.config.summary
+    if rule not in schema.CHOOSE:
+        raise ValueError(
+            f"--best: the run's --summary={rule} chooses no round; omit it"
+        )
+    return experiment.best_round(experiment.variant(seed, point))
 
 
 def _point(line: str, known: Sequence[Mapping[str, float]]) -> Mapping[str, float]:

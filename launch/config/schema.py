@@ -13,7 +13,9 @@ from data import dataset as dataset_lib
 from fedjax_pfl import augment, measures, options
 from launch.config import presets
 
-SUMMARIES = ("median_last10", "mean_last10", "last", "best_validation", "best")
+# Rules that choose a round, and all of them
+CHOOSE = "best_validation", "best"
+SUMMARIES = "median_last10", "mean_last10", "last", *CHOOSE
 # jax's names for the precisions of matrix products of float32
 PRECISIONS = {
     "f32": "highest",
@@ -104,6 +106,12 @@ class Run:
     resume: bool = option(False, "continue the run in --workdir", role=NOWHERE)
     checkpoint_every: int = option(
         0, "rounds between checkpoints, 0 = every minute", minimum=0, role=EXECUTION
+    )
+    keep_best: bool = option(
+        False,
+        "also keep the models of each seed's best round, by a --summary that chooses",
+        role=EXECUTION,
+        needs={"summary": CHOOSE},
     )
     tensorboard: bool = option(False, "also write TensorBoard's files", role=EXECUTION)
     wandb: str = option(

@@ -28,6 +28,7 @@ from launch.run.run import Run
 RUN_FLAGS, METRICS, CLIENTS = flagfile.RUN_FLAGS, "metrics.jsonl", "clients.npz"
 SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
+BEST = "best"  # in it, the checkpoints of best rounds
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
 ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
 FINE_TUNED = "fine_tuned_"  # before the first two

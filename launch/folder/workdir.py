@@ -9,7 +9,7 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -195,19 +195,36 @@ class Workdir(loop.Listener):
             (self.path / name).unlink(missing_ok=True)
         self._write(RUN_FLAGS, "\n".join(self._flags.lines()) + "\n")
 
-    def reopen(self) -> None:
+    def reopen(self, round: int | None = None) -> None:
         """Loads the state that the folder holds, without changing the folder.
 
-        Raises ValueError if the folder holds another run, or a damaged one.
+        It is the newest one, or that after `round` rounds. Raises ValueError if the
+        folder holds another run, a damaged one, or no such state.
         """
-        self._shared(self._reopen)
+        self._shared(lambda: self._reopen(round))
 
-    def _reopen(self) -> None:
+    def _reopen(self, round: int | None) -> None:
         done = self._finished()
-        self._restore()
+        self._restore(self._kept(round))
         is_begun = done is not None or (self.path / METRICS).exists()
         if self._restored is None and is_begun:
             raise ValueError(f"{self.path} has no checkpoint, so there is no state")
+
+    def _kept(self, round: int | None) -> pathlib.Path | None:
+        """The checkpoint of a round or a ValueError, None = the newest."""
+        if round is None:
+            return None
+        folders = self.checkpoints, self.checkpoints / finished.BEST
+        found = {
+            checkpoint.round_of(p): p for one in folders for p in checkpoint.saved(one)
+        }
+        if round not in found:
+            kept = ", ".join(map(str, sorted(found))) or "none"
+            raise ValueError(
+                f"{self.path} has no state after round {round} (rounds that it has: "
+                f"{kept}); --keep_best keeps that of the best round"
+            )
+        return found[round]
 
     def _finished(self) -> dict[str, Any] | None:
         """Returns the summary if all rounds are done and all files are unchanged."""
@@ -285,10 +302,14 @@ class Workdir(loop.Listener):
             _note(f"{damage}; it is written again from round {round}")
         self._restore_metrics(round)
 
-    def _restore(self) -> None:
-        """Reads the last checkpoint, if there is one and it fits the rounds."""
+    def _restore(self, path: pathlib.Path | None = None) -> None:
+        """Reads a checkpoint, None = the last, if it is there and fits the rounds."""
         forms = self.run.saved_templates()
-        self._restored = checkpoint.restore(self.checkpoints, *forms)
+        if path is None:
+            self._restored = checkpoint.restore(self.checkpoints, *forms)
+        else:
+            of = checkpoint.round_of(path)
+            self._restored = checkpoint.restore(path.parent, *forms, round=of)
         if self._restored is None:
             return
         (round, _, host), wanted = self._restored, self.run.config.rounds
@@ -321,7 +342,7 @@ class Workdir(loop.Listener):
         if damage:
             raise ValueError(f"{damage}; --resume writes it again from a checkpoint")
         found = checkpoint.saved(self.checkpoints)
-        done = int(found[-1].name[6:]) if found else 0
+        done = checkpoint.round_of(found[-1]) if found else 0
         if done > self.run.config.rounds:
             self._refuse_fewer(done)
         state = f"stopped after {done}" if found else "unfinished"
@@ -358,6 +379,14 @@ class Workdir(loop.Listener):
 
     def save(self) -> None:
         """Writes a checkpoint."""
+        self._save(self.checkpoints)
+        self._write_csv()
+
+    def save_best(self, rounds: Collection[int]) -> None:
+        """Writes one of the best rounds' checkpoints; those of `rounds` stay."""
+        self._save(self.checkpoints / finished.BEST, rounds)
+
+    def _save(self, folder: pathlib.Path, keep: Collection[int] | None = None) -> None:
         arrays, host = self.run.saved()
         if not processes.is_first():
             checkpoint.send(arrays)
@@ -369,8 +398,7 @@ class Workdir(loop.Listener):
             "rounds": self.run.config.rounds,
             "window": list(self.run.window),
         }
-        checkpoint.save(self.checkpoints, self.run.round, arrays, kept)
-        self._write_csv()
+        checkpoint.save(folder, self.run.round, arrays, kept, keep)
 
     def _write_csv(self) -> None:
         if self.run.config.csv and processes.is_first():
@@ -402,6 +430,21 @@ class Workdir(loop.Listener):
 
     def _write(self, name: str, text: str) -> None:
         finished.write_text(self.path / name, text)
+
+
+class Best(loop.Listener):
+    """Keeps the states of the best rounds so far, by `--summary`, of all variants."""
+
+    def __init__(self, folder: Workdir):
+        self._folder = folder
+
+    def reads_state(self, run: Run) -> bool:
+        return run.is_due(run.round)  # it is measured next, and may be the best
+
+    def on_call(self, run: Run, records: loop.Records) -> None:
+        best = {run.best_round(one) for one in range(run.simulation.variants.count)}
+        if records and run.round in best:
+            self._folder.save_best(best)
 
 
 class Checkpoints(loop.Listener):

@@ -552,10 +552,13 @@ class Study:
             raise ValueError(f"setting={setting}: expected one of {', '.join(known)}")
         return setting
 
-    def load(self, row: str, setting: str = "") -> Experiment:
+    def load(
+        self, row: str, setting: str = "", *, round: int | None = None
+    ) -> Experiment:
         """A row's run with its models, to look into clients, or a ValueError.
 
-        Of a fine-tuned row these are the models before fine-tuning.
+        Of a fine-tuned row these are the models before fine-tuning. `round` is that of
+        `build.load`.
         """
         setting = self._setting(setting)
         self._check_row("row", row)
@@ -563,7 +566,7 @@ class Study:
         if final is None or not self.is_finished(final):
             raise ValueError(f"study: {row} is not finished; run() first")
         made = self._experiment(final)
-        made.folder.reopen()
+        made.folder.reopen(round)
         return made
 
     def _need_python(self, name: str, options: Mapping[str, Any]) -> None:

@@ -210,6 +210,7 @@ fixed_graph needs topology=random/regular/erdos_renyi
 h_denominator needs feddyn_alpha=on
 image_channels only images
 image_size only images
+keep_best needs summary=best_validation/best
 label only tables
 labels only coarse labels
 layout only arrays

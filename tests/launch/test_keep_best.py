@@ -1,0 +1,85 @@
+"""The models of best rounds, kept beside those of the last (`--keep_best`)."""
+
+import numpy as np
+import pytest
+
+from fedjax_pfl import checkpoint
+from launch import build, export
+from tests import conftest
+
+pytestmark = pytest.mark.usefixtures("narrow")
+GIVEN = {"algo": "fedper", "rounds": 6, "eval_every": 1, "num_seeds": 2}
+GIVEN |= {"val_split": 0.5, "summary": "best_validation"}
+# Validation of each seed after rounds 0 to 6: best after 2 and after 4
+CURVES = [0.1, 0.2, 0.6, 0.5, 0.5, 0.3, 0.6], [0.1, 0.2, 0.1, 0.5, 0.7, 0.3, 0.6]
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """Every run's validation is `CURVES`."""
+    found = build.Experiment.measure
+
+    def measured(self):
+        records = found(self)
+        for record in records:
+            record["val_client_accuracy"] = CURVES[record["seed"]][record["round"]]
+        return records
+
+    monkeypatch.setattr(build.Experiment, "measure", measured)
+
+
+def made(dataset, **given):
+    return build.experiment(dataset=dataset, **conftest.SIX | GIVEN | given)
+
+
+def test_states_of_best_rounds(curves, blobs, tmp_path, capsys):
+    """Of all seeds, as runs that end there have them; also of a resumed run."""
+    folder = tmp_path / "run"
+    kept = {"workdir": str(folder), "keep_best": True}
+
+    def held():
+        found = checkpoint.saved(folder / "checkpoints" / "best")
+        return [checkpoint.round_of(one) for one in found]
+
+    made(blobs, **kept).run(until=3, progress=False)
+    assert held() == [2, 3]
+    run = made(blobs, **kept, resume=True)
+    run.run(progress=False)
+    assert held() == [2, 4] and run.best_rounds() == {0: (2,), 1: (4,)}
+    file, whole = tmp_path / "best.npz", made(blobs)
+    for seed, (best,) in run.best_rounds().items():
+        whole.run(until=best, progress=False)
+        found = build.load(folder, round=best)
+        assert found.metrics == run.metrics[: len(found.metrics)]
+        assert found.metrics[-1]["round"] == best == found.round
+        assert found.simulation.digest() == whole.simulation.digest()
+        args = [str(folder), "--client=3", f"--seed={seed}", f"--output={file}"]
+        export.command(["export", *args, "--best"])
+        assert capsys.readouterr().out.split() == [str(file)]
+        other = whole.save_model(tmp_path / "other.npz", 3, seed)
+        with np.load(file) as a, np.load(other) as b:
+            assert a.files == b.files and all((a[n] == b[n]).all() for n in a.files)
+    with pytest.warns(UserWarning, match=r"round 6.* build.load\(..., round=4\) and"):
+        build.load(folder).params(3, 1)
+    # Where nothing is left to do, it is the last state again.
+    assert found.run(progress=False)["rounds"] == 6 == found.round
+
+
+def test_no_such_state(curves, blobs, tmp_path, capsys):
+    """One line with the rounds that are there, and the cure."""
+    folder = tmp_path / "run"
+    made(blobs, rounds=4, workdir=str(folder), num_seeds=1).run(progress=False)
+    with pytest.raises(ValueError, match=r"state after round 2 \(.*: 4\); --keep_best"):
+        build.load(folder, round=2)
+    with pytest.raises(ValueError, match="keep_best writes files; give a workdir"):
+        made(blobs, keep_best=True).run(progress=False)
+    with pytest.raises(ValueError, match="--keep_best=true has no effect with --summ"):
+        made(blobs, keep_best=True, summary="last")
+    with pytest.raises(SystemExit):
+        export.command(["export", str(folder), "--best"])
+    assert "no state after round 2" in capsys.readouterr().err
+    made(blobs, rounds=1, workdir=str(tmp_path / "last"), summary="last").run()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        export.command(["export", str(tmp_path / "last"), "--best"])
+    assert "--summary=last chooses no round" in capsys.readouterr().err
