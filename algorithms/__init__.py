@@ -25,6 +25,7 @@ from algorithms import (
     fedd2s,
     fedict,
     fedmd,
+    fednova,
     fedper,
     fedproto,
     fedprox,
@@ -166,6 +167,7 @@ ALGORITHMS = {
         "FedAdagrad: FedAdam whose second moment is a sum.", server_optimizer="adagrad"
     ),
     "fedprox": entry(fedprox, text=True),
+    "fednova": entry(fednova, text=True),
     "scaffold": entry(scaffold, text=True),
     "moon": entry(moon, text=True),
     "ditto": entry(ditto, text=True),

@@ -16,6 +16,7 @@ from fedjax_pfl import (
     each_client,
     local_training,
     options,
+    rng,
     server_optimizer,
     shapes,
     stacked,
@@ -40,6 +41,9 @@ def make(
     *,
     own: Callable[[types.Variables], Any] | None = None,
     sent: boundary.Division | None = None,
+    upload: Callable[[each_client.Client, types.Variables, Any], Any] | None = None,
+    upload_bytes: int = 0,
+    step: Callable[[types.Variables, Any, jax.Array], types.Variables] | None = None,
     build: Callable[[types.Variables, Any], types.Variables] | None = None,
     serving: Callable[..., tuple[types.Serving, ...]] | None = None,
     opt_state: Callable[..., Any] | None = None,
@@ -59,6 +63,13 @@ def make(
         sent: What of the model travels and is averaged; None = all. The server's other
             parts stay as the first model has them. With `own` clients are meant to keep
             them, so that there is no model of the server alone.
+        upload: `(client, server, trained) -> ` a pytree of f32 that the client sends
+            in the place of its model, such as a clipped change of it. The server gets
+            the weighted mean of these. It goes with `step` and without `sent`.
+        upload_bytes: The bytes of an upload, 0 = those of the model.
+        step: `(server, mean, key) -> ` the server's next model, from the mean of what
+            clients sent; None = the mean itself. `key` is that of this round, for
+            noise. A `--server_optimizer` takes its own step towards this model.
         build: From the server's model and a client's private row to the model that
             serves the client; None = `serving`.
         serving, opt_state: As in `types.Algorithm`; without `build` and `serving` the
@@ -81,6 +92,8 @@ def make(
         >>> experiment.run(progress=False)["metrics"]["global_accuracy"]["mean"]
         1.0
     """
+    if upload is not None and (step is None or sent is not None):
+        raise ValueError("averaging.make(upload=) needs step= and excludes sent=")
     model, tx = task.model, server_optimizer.make(hparams)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
@@ -94,6 +107,8 @@ def make(
         out = client_update(client, server)
         trained, row = _checked(out, own is not None)
         rest, variables = trained.split()
+        if upload is not None:
+            return (rest, row), upload(client, server, trained)
         return (rest, row), variables if sent is None else sent.sent(variables)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
@@ -102,6 +117,8 @@ def make(
         (trained, rows), mean, here = here.update(update, shared=old, reduce=weight)
         if sent is not None:
             mean = sent.joined(mean, sent.kept(old))
+        if step is not None:
+            mean = step(old, mean, rng.stream(state.key, "averaging.step", state.round))
         server = mean
         if tx is not None:
             moments = state.server["moments"]
@@ -127,6 +144,9 @@ def make(
     messages = traffic.model_both_ways(task, model)
     if sent is not None:
         messages = traffic.both_ways("model", shapes.tree_bytes(sent.sent(sent.like)))
+    if upload_bytes:
+        down, up = messages
+        messages = down, up._replace(num_bytes=upload_bytes)
     has_whole = own is None or sent is None
     return types.Algorithm(
         plans=(local_training.plan(hparams),),

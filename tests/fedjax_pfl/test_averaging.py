@@ -129,3 +129,47 @@ def test_who_serves():
         return ()
 
     assert averaging.make(*given, serving=serving).serving is serving
+
+
+@pytest.mark.parametrize("optimizer", ["none", "sgd"])
+def test_what_is_sent_and_what_the_server_does_with_it(tables, optimizer):
+    """A mean of uploads, a key of the round, and half of the step by an optimizer."""
+    data, cohort = tables
+
+    def upload(client, server, trained):
+        by = trained.variables.params[0]["w"] - server.params[0]["w"]
+        return {"square": by.mean() ** 2, "count": client.plan.num_steps * 1.0}
+
+    def step(server, mean, key):
+        drawn = jax.random.key_data(key).sum() % 97 * 1.0
+        return moved(server, mean["square"] + 100 * mean["count"] + 1e4 * drawn)
+
+    hparams = averaging.Averaging(server_optimizer=optimizer, server_lr=0.5)
+    given = {"upload": upload, "step": step, "upload_bytes": 8}
+    method = averaging.make(hparams, task(1), without_rows, **given)
+    state, drawn = method.init(data, jax.random.key(0)), []
+    plans = cohort.plans["local"].num_steps
+    for number in range(2):
+        after, *_ = jax.jit(method.round)(state, cohort, data)
+        (_, (_, old)), (_, (_, new)) = (
+            *method.server(state, data).items(),
+            *method.server(after, data).items(),
+        )
+        # Clients 2 and 0, of 3 and 4 examples, moved by their ids.
+        far = 3 / 7 * 2**2 + 100 * (3 * plans[0] + 4 * plans[2]) / 7
+        found = new.params[0]["w"] - old.params[0]["w"]
+        found = found * (1 if optimizer == "none" else 2) - far
+        drawn.append(np.round(np.unique(np.round(found / 1e4, 3)), 2).tolist())
+        state = after
+    assert len(drawn[0]) == len(drawn[1]) == 1 and drawn[0] != drawn[1]
+    assert [one.num_bytes for one in method.messages] == [
+        shapes.model_bytes(MODEL, (3,)),
+        8,
+    ]
+
+
+def test_uploads_that_nobody_understands():
+    """Something else than a model needs a step that makes a model of it."""
+    given = averaging.Averaging(), task(1), without_rows
+    with pytest.raises(ValueError, match="upload=. needs step= and excludes sent="):
+        averaging.make(*given, upload=lambda client, server, trained: trained.params)
