@@ -149,7 +149,7 @@ def test_what_is_sent_and_what_the_server_does_with_it(tables, optimizer):
     method = averaging.make(hparams, task(1), without_rows, **given)
     state, drawn = method.init(data, jax.random.key(0)), []
     plans = cohort.plans["local"].num_steps
-    for number in range(2):
+    for _ in range(2):
         after, *_ = jax.jit(method.round)(state, cohort, data)
         (_, (_, old)), (_, (_, new)) = (
             *method.server(state, data).items(),
