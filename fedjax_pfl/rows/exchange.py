@@ -177,7 +177,10 @@ def tied(tree: Any) -> Any:
 
 
 def are_finite(tree: Any, row: jax.Array) -> jax.Array:
-    """bool[]: whether the rows at slots int32[C] have finite numbers. None travels."""
+    """bool[]: whether the rows at slots int32[C] have finite numbers. None travels.
+
+    The last row of a device counts, too, where padding or rows of others are read.
+    """
 
     if not _is_shared(tree):
         return stacked.is_finite(tiled.take(tree, row))

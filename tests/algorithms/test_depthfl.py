@@ -645,6 +645,7 @@ def test_a_truncated_model_is_the_first_stages(problem):
     )
     kinds = {kind.name for kind in made.messages}
     assert kinds == {"s1 down", "s2 down", "s1 up", "s2 up"}
+    assert len(made.opt_state(lambda params: params)) == 2
     x = np.random.default_rng(0).normal(size=(6, 64))
     modes = ({"train": True, "sample_mask": MASK}, {})
 

@@ -109,6 +109,9 @@ def test_the_last_exit_teaches(taught_by, batch):
     np.testing.assert_allclose(found, outs[1], rtol=1e-6)
     exit_layer = data.teacher.params[1]["exit"]
     np.testing.assert_array_equal(teacher.class_vectors(data, 4), exit_layer["kernel"])
+    hidden = {"first": np.zeros((4, 9)), "last": np.ones((9, 4)), "bias": np.zeros(4)}
+    data = data.replace(teacher=types.Variables(({}, hidden), ({}, {})))
+    np.testing.assert_array_equal(teacher.class_vectors(data, 4), hidden["last"])
 
 
 def test_a_teacher_is_in_eval_mode(tmp_path, blobs):

@@ -239,6 +239,8 @@ def test_the_nearest_prototype_serves(problem, task):
             gaps = ((h[:, None] - np.float64(mean)) ** 2).sum(2)
             out, _ = group.model.forward(*variables, x)
             np.testing.assert_allclose(-out[:, known], gaps[:, known], rtol=1e-4)
+            farther = gaps[:, known].max(1, keepdims=True) + 1
+            np.testing.assert_allclose(-out[:, ~known], farther, rtol=1e-4)
             nearest = np.where(known, gaps, np.inf).argmin(1)
             np.testing.assert_array_equal(out.argmax(1), nearest)
             last = len(group.model.stage_names) - 1
@@ -246,7 +248,43 @@ def test_the_nearest_prototype_serves(problem, task):
             np.testing.assert_allclose(body, h, atol=1e-5)
             two, _ = group.model.forward(*variables, body, start=last)
             np.testing.assert_allclose(two, out, rtol=1e-4, atol=1e-5)
+            first, _ = group.model.forward(*variables, x, stop=1)
+            two, _ = group.model.forward(*variables, first, start=1)
+            np.testing.assert_allclose(two, out, rtol=1e-4, atol=1e-5)
     assert seen == set(range(5)) and made.server is None
+
+
+def test_what_prototypes_become():
+    """Means of the sums, also by weights below one; those of nobody stay."""
+    old = prototypes.Prototypes(np.float32([[1], [2], [3], [4]]), np.arange(4) < 2)
+    total, weight = np.float32([[0], [3], [6], [0]]), np.float32([0, 0.5, 2, 0])
+    new = old.after(total, weight)
+    assert new.mean.tolist() == [[1], [6], [3], [4]]
+    assert new.is_known.tolist() == [True, True, True, False]
+    h, label = jnp.array([[1.0], [3], [jnp.nan]]), jnp.array([1, 1, 0])
+    mean, rows = prototypes.means(h, label, jnp.array([True, True, False]), 2)
+    assert (mean.tolist(), rows.tolist()) == ([[0], [2]], [0, 2])
+    none = prototypes.Prototypes.none(3, 2)
+    assert none.mean.shape == (3, 2) and not none.is_known.any()
+
+
+def test_maps_are_representations_too():
+    """The last stage may flatten its input; logits are of each example alone."""
+
+    def forward(params, stats, h, *, start=0, stop=None, **mode):
+        return h, stats
+
+    model = conftest.NETWORKS["tiny"]._replace(forward=forward)
+    last = len(model.stage_names) - 1
+    h = np.random.default_rng(0).normal(size=(3, 2, 3)).astype(np.float32)
+    h[2] *= 9
+    mean = np.random.default_rng(1).normal(size=(4, 6)).astype(np.float32)
+    known = np.array([False, True, True, False])
+    params = (*({} for _ in range(last)), prototypes.Prototypes(mean, known))
+    out, _ = prototypes.nearest(model).forward(params, (), jnp.asarray(h))
+    gaps = ((h.reshape(3, 1, 6) - mean) ** 2).sum(2)
+    gaps[:, ~known] = gaps[:, known].max(1, keepdims=True) + 1
+    np.testing.assert_allclose(out, -gaps, rtol=1e-5)
 
 
 def test_models_of_other_widths_are_refused(problem):

@@ -202,6 +202,24 @@ def test_static_norm(kind, problem):
     assert served["global"] is served["exit4"]
 
 
+def test_what_a_width_holds(problem):
+    """Leading entries up to the client's level; nobody's statistics are averaged."""
+    hparams = heterofl.HParams(max_level=3)
+    nets = widths.models(hparams, normed())
+    shape_at = [shapes.variables(net, SHAPE) for net in nets]
+    kernels = [one.params[0]["trunk"]["kernel"].shape for one in shape_at]
+    assert kernels == [(3, 3, 1, 2), (3, 3, 1, 4), (3, 3, 1, 6)]
+    part = widths.submodel(hparams, shape_at)
+    cohort = plain.at_levels(problem.cohort(0), [1, 3, 2])
+    held = part.held(cohort, ())
+    kernel = held.params[0]["trunk"]["kernel"]
+    for row, level in enumerate([1, 3, 2]):
+        assert (kernel[row] == (np.arange(6) < 2 * level)).all()
+    assert jax.tree.leaves(held.stats) and not any(map(np.any, held.stats))
+    names = [kind.name for kind in part.messages]
+    assert names[::2] == [f"width {n}/4 down" for n in (1, 2, 3)]
+
+
 def test_static_examples_are_of_every_client(problem, monkeypatch):
     """Some rows of everybody, not the first client's."""
     seen = []

@@ -176,11 +176,31 @@ def test_joined_leaves_are_their_concatenation(tmp_path, monkeypatch):
     whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
     joined = jax.tree.map(lambda *leaves: views.Joined(leaves), *parts)
     assert checkpoint.digest(joined) == checkpoint.digest(whole)
+    chex.assert_trees_all_equal(plain(joined), plain(whole))
     monkeypatch.setattr(views, "PIECE_BYTES", 1000)
     assert checkpoint.digest(joined) == checkpoint.digest(whole)
     checkpoint.save(tmp_path, 3, joined, {})
     _, found, _ = checkpoint.restore(tmp_path, jax.eval_shape(lambda: whole))
     chex.assert_trees_all_equal(plain(found), plain(whole))
+
+
+@pytest.mark.parametrize(
+    "shape", [(7,), (2, 3), (7, 3), (2, 7, 3), (3, 2, 7), (0, 3), ()]
+)
+@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
+def test_pieces_of_any_shape(shape, of, monkeypatch):
+    """In order, whether or not they divide it, and as whole rows of another shape."""
+    monkeypatch.setattr(views, "PIECE_BYTES", 12)
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    pieces = list(views.pieces_of(of(array)))
+    assert all(0 < piece.nbytes <= 12 for piece in pieces)
+    np.testing.assert_array_equal(np.concatenate([[], *pieces]), array.reshape(-1))
+    size = array.size - array.size % 7
+    some = views.pieces_of(of(array.reshape(-1)[:size]))
+    rows = [row for part in views.in_rows(some, (7,)) for row in part]
+    np.testing.assert_array_equal(
+        np.reshape(rows, (-1, 7)), np.arange(size).reshape(-1, 7)
+    )
 
 
 @pytest.mark.parametrize("change", ["less", "more", "none", "negative"])

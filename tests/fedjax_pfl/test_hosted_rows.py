@@ -402,6 +402,29 @@ def test_chunks_of_rows_leave_a_state_and_enter_it(devices, monkeypatch):
     assert_equal(jax.device_get(rows), expected)
 
 
+@pytest.mark.parametrize("row_bytes, size", [(39, 2), (1000, 1), (0, 4)])
+@pytest.mark.parametrize("longer", [0, 1])
+def test_chunks_have_all_clients(row_bytes, size, longer, monkeypatch):
+    """One row or more, as many as fit, of the variant that has most of them too."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 2 * 2 * 2 * 39)
+    layout = slots.Layout(NUM_CLIENTS, 2, 4)
+    ids = [np.array([7]), np.array([7])]
+    ids[longer] = np.array([8, 2, 5, 3, 0])
+    where = [layout.slots_of(one) for one in ids]
+    cut = list(transfer.chunks(ids, where, layout, row_bytes))
+    assert len(cut) == -(-3 // size)  # clients 8, 2 and 0 have the same device
+    assert {chunk.slot.shape for chunk in cut} == {(2, 2 * size)}
+    travelled = [[], []]
+    for chunk in cut:
+        for variant, device, mine, place in chunk.parts():
+            assert (mine % 2 == device).all()
+            slot = chunk.slot[variant, place] + device * layout.rows_per_device
+            travelled[variant] += zip(mine.tolist(), slot.tolist(), strict=True)
+    for variant in range(2):
+        pairs = zip(ids[variant].tolist(), where[variant].tolist(), strict=True)
+        assert sorted(travelled[variant]) == sorted(pairs)
+
+
 def test_a_client_has_trained_if_any_leaf_differs():
     """Not only the last one."""
     rows = [np.zeros((1, 4, 2), np.float32), np.zeros((1, 4), np.float32)]

@@ -24,6 +24,9 @@ def test_layout(num_clients, devices):
     assert layout.num_rows % devices == 0
     np.testing.assert_array_equal(layout.clients[layout.slots], np.arange(num_clients))
     assert (layout.clients == num_clients).sum() == layout.num_rows - num_clients
+    most = np.bincount(device).max()
+    assert layout.fullest(np.arange(num_clients)) == most
+    assert layout.fullest(np.arange(1, num_clients)) == -(-(num_clients - 1) // devices)
 
 
 @pytest.fixture
@@ -55,6 +58,21 @@ def test_there_and_back(on_devices, piece, monkeypatch):
     back = jax.tree.map(views.materialised, layout.by_client(joined))
     for name, leaf in rows.items():
         np.testing.assert_array_equal(back[name], np.concatenate([leaf, leaf[:1]]))
+
+
+def test_rows_of_several_processes(on_devices, monkeypatch):
+    """Where a process has not all rows, every device gets some of each device's."""
+
+    def gathered(leaf, variant, first, end):
+        get = slots._gathered(leaf.sharding.mesh, end - first)
+        return np.asarray(get(leaf, variant, first).addressable_data(0))
+
+    monkeypatch.setattr(slots, "_of_each_device", gathered)
+    monkeypatch.setattr(views, "PIECE_BYTES", 100)  # two rows of each
+    layout, how, rows = on_devices
+    placed = tiled.place(in_slots(layout, {"a": rows["a"]}), how)
+    back = layout.by_client(views.joined([placed]))
+    np.testing.assert_array_equal(views.materialised(back["a"]), rows["a"])
 
 
 def test_behind(on_devices):
@@ -120,6 +138,21 @@ def test_take_and_put(on_devices, room, is_ragged, monkeypatch):
         expected = leaf.copy()
         expected[:, chosen[is_real]] += 100
         np.testing.assert_array_equal(np.asarray(put[name])[:, held], expected)
+
+
+def test_rows_of_several_peers(on_devices):
+    """Slots [C, n] give leaves [C, n, ...], wherever the rows are."""
+    layout, how, rows = on_devices
+    placed = tiled.place(in_slots(layout, rows), how)
+    peers = np.array([[3, 17, 0], [4, 4, 8], [16, 2, 5], [7, 1, 13]])
+
+    def peers_rows(tree):
+        with execution.over_devices(how):
+            return exchange.take(tree, jnp.asarray(layout.slots[peers]))
+
+    found = jax.jit(jax.vmap(peers_rows))(placed)
+    for name, leaf in rows.items():
+        np.testing.assert_array_equal(found[name], leaf[:, peers])
 
 
 def test_finite_rows_stay_where_they_are(on_devices):

@@ -1,6 +1,7 @@
-"""How a command ends: exit codes and lines."""
+"""How a command ends: signals, exit codes and lines."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import pytest
 
 from launch import ending
 from launch.config import flagfile
+from launch.machine import processes
+from launch.run import stop
 
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
@@ -57,3 +60,62 @@ def test_output_that_cannot_be_written(is_full):
     os.close(write)
     expected = (1, "error: [Errno 28] No space left on device\n") if is_full else None
     assert (done.returncode, done.stderr) == (expected or (141, ""))
+
+
+NUMBERS = signal.SIGINT, signal.SIGTERM
+
+
+@pytest.fixture
+def sent():
+    """Sends a signal, and says whether it interrupts; unnoted ones do nothing."""
+
+    def one(number):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    before = [signal.signal(number, lambda *_: None) for number in NUMBERS]
+    yield one
+    for number, handler in zip(NUMBERS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_second_interrupt_does_not_wait(sent):
+    """The first of any kind waits for the call, and another SIGTERM changes nothing."""
+    before = [signal.getsignal(number) for number in NUMBERS]
+    for number in NUMBERS:
+        with stop.Stop() as asked:
+            assert not asked
+            assert not sent(number) and asked.signal == number
+            assert not sent(signal.SIGTERM) and sent(signal.SIGINT)
+        assert [signal.getsignal(one) for one in NUMBERS] == before
+    with stop.Stop(twice_interrupts=False) as asked:
+        assert not sent(signal.SIGINT) and not sent(signal.SIGINT)
+    assert asked.signal == signal.SIGINT
+
+
+def test_a_signal_comes_before_a_time_that_is_over(sent):
+    """Whichever was first; nothing is agreed on where neither was."""
+    with stop.Stop(twice_interrupts=False) as asked:
+        asked.agree()
+        assert not asked
+        asked.ask(signal.SIGALRM)
+        assert not asked  # until all agree
+        asked.agree()
+        assert asked.signal == signal.SIGALRM
+        assert not sent(signal.SIGINT)
+        asked.ask(signal.SIGALRM)
+        asked.agree()
+        assert asked.signal == signal.SIGINT
+
+
+def test_processes_stop_together(sent, monkeypatch):
+    """One that got a signal waits until all know of it."""
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "gathered", lambda mine: [mine, 0])
+    with stop.Stop() as asked:
+        assert not sent(signal.SIGTERM) and not asked
+        asked.agree()
+    assert asked.signal == signal.SIGTERM

@@ -16,10 +16,12 @@ from flax import serialization, traverse_util
 
 import models
 from algorithms import fedavg
-from fedjax_pfl import simulate
+from fedjax_pfl import shapes, simulate, types
 from fedjax_pfl.rows import views
 from launch import build, export, main
+from launch.assemble import model_files
 from launch.folder import record
+from launch.models_out import client_model, inside
 from tests import synthetic
 from tests.toys import model
 
@@ -272,6 +274,25 @@ def test_predictions(trained, arrays):
         assert found["loss"] == pytest.approx(-np.log(own).mean(), rel=1e-4)
 
 
+def test_embeddings_of_a_stage_with_an_exit(monkeypatch):
+    """They are that exit's, whichever stages come before."""
+
+    def forward(params, stats, x, stop):
+        return [x, x + 1][:stop], stats
+
+    net = SimpleNamespace(stage_names=("one", "two"), forward=forward)
+    data = SimpleNamespace(normalised=lambda x: x / 2)
+    found = SimpleNamespace(model=net, variables=((), ()), data=data)
+    monkeypatch.setattr(inside, "_asked", lambda *_: (found, None, np.arange(3)))
+    for index, name in enumerate(("one", "two")):
+        for stage in (index, name):
+            wanted = np.arange(3) / 2 + index
+            np.testing.assert_array_equal(inside.embeddings(None, stage), wanted)
+    for stage in (-1, 2, "three"):
+        with pytest.raises(ValueError, match="expected one of one, two"):
+            inside.embeddings(None, stage)
+
+
 def test_the_servers_model(arrays):
     """Without a client id; of images in the shape that the data set has."""
     options = {"image_size": 12, "image_channels": 3, "algo": "fedavg"}
@@ -281,6 +302,44 @@ def test_the_servers_model(arrays):
     rows = np.asarray(test)[np.asarray(test) >= 0]
     found = experiment.evaluate(arrays[0][rows], arrays[1][rows])
     assert found["accuracy"] == experiment.metrics[-1]["global_accuracy"]
+
+
+def test_a_client_has_the_model_that_serves_it():
+    """Also where another group has a row for each, and where the server has several."""
+    own = types.Variables(np.arange(3), ()), np.array([False, True, False])
+    all_of_it = types.Variables(np.int64(7), ()), np.array([True, False, False])
+    groups = (
+        types.Serving.each("own", own[0], mask=own[1]),
+        types.Serving.one("shared", *all_of_it),
+    )
+    algorithm = types.Algorithm((), None, None, serving=lambda *_: groups)
+    program = SimpleNamespace(algorithm=algorithm, num_rows=3)
+    run = SimpleNamespace(program=program, config=SimpleNamespace(algo="mine"))
+    found = [client_model._found(run, k, k, None, None, None) for k in range(2)]
+    pairs = [(name, int(one.params)) for name, one in found]
+    assert pairs == [("shared", 7), ("own", 1)]
+    with pytest.raises(ValueError, match="client_id=2 is served by no model"):
+        client_model._found(run, 2, 2, None, None, None)
+    served = {"global": ("first", "one"), "exit1": ("second", "two")}
+    program.algorithm = algorithm._replace(server=lambda *_: served)
+    assert client_model._found(run, None, None, None, None, None) == ("first", "one")
+
+
+def test_a_file_names_a_width_that_makes_its_model(arrays, monkeypatch, tmp_path):
+    """Methods of widths serve slices of what the option makes."""
+    data, said = made(arrays).data, []
+
+    def write(path, model, variables, normal, width, **more):
+        said.append(width)
+        return path
+
+    monkeypatch.setattr(model_files, "write", write)
+    net = models.make("convnet", 4, 0.5)
+    variables = shapes.variables(net, (8, 8, 1))
+    for width in (0.5, 1.0):
+        found = client_model.ClientModel(net, variables, data, 0, 0, width)
+        found.save(tmp_path / "model.npz")
+    assert said == [0.5, None]
 
 
 @pytest.mark.parametrize(

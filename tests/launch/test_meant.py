@@ -1,5 +1,7 @@
 """Data, models and questions are what a user meant, or one line says what they are."""
 
+from types import SimpleNamespace
+
 import flax.linen as nn
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from data import dataset
 from launch import build
 from launch.assemble import model_files
+from launch.models_out import client_model
 from tests import conftest, synthetic
 
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -154,6 +157,38 @@ def test_rows_of_a_model_s_file(trained, saved, tmp_path):
     alone = model_files.read(other)["rows"].is_trained()
     np.testing.assert_array_equal(again.is_trained(), wanted | alone)
     assert alone.sum() < again.is_trained().sum()
+
+
+def test_rows_of_a_proxy_set_are_trained_on_too(tmp_path):
+    """They are in a model's file; public examples are none of the data set."""
+    made = build.experiment(**options(algo="cdkt", proxy_fraction=0.2))
+    part, wanted = made.data.partition, np.zeros(120, bool)
+    for rows in map(np.asarray, (part.train.row, part.proxy)):
+        assert not wanted[rows[rows >= 0]].any()
+        wanted[rows[rows >= 0]] = True
+    found = made.client_model(0).rows()
+    np.testing.assert_array_equal(found.is_trained(), wanted)
+    np.savez(tmp_path / "public.npz", x=X[:9], y=Y[:9])
+    public = f"npz:{tmp_path / 'public.npz'}"
+    made = build.experiment(**options(algo="fedmd", public_set=public))
+    found = made.client_model(0).rows()
+    count = np.asarray(made.data.partition.train.count).sum()
+    assert found.are_of(X) and found.is_trained().sum() == count
+
+
+def test_the_round_of_the_models_is_said():
+    """Where the run is over, and its summary of an earlier round."""
+    given = {"metrics": [1], "is_over": True, "seeds": [4], "round": 3}
+    best = SimpleNamespace(summary="best", keep_best=False)
+    given |= {"config": best, "best_round": lambda _: 2}
+
+    def line(**change):
+        return client_model._other_round(SimpleNamespace(**given | change), 0, 0)
+
+    assert "models of round 3, and the summary of seed 4 is that of round 2" in line()
+    last = SimpleNamespace(summary="last")
+    for one in ({"is_over": False}, {"metrics": []}, {"round": 2}, {"config": last}):
+        assert not line(**one)
 
 
 def test_files_that_say_less(saved, tmp_path):

@@ -1,10 +1,13 @@
 """Studies of methods: choices by validation rows, trials that go on, and tables."""
 
+import contextlib
 import hashlib
 import json
 import pathlib
 import re
 import shutil
+import signal
+import types
 import zipfile
 
 import numpy as np
@@ -17,7 +20,7 @@ from launch.folder import lock, record
 from launch.machine import memory
 from launch.show import derived, frames, significance, table, words
 from launch.study import __main__ as command
-from launch.tables import tuning
+from launch.tables import estimates, trials, tuning
 
 KEPT = pathlib.Path(build.__file__).parent / "studies" / "methods"
 GEN = np.random.default_rng(3)
@@ -202,6 +205,14 @@ def test_looking_into_a_row(done):
         counts = loaded.confusion(2, seed=seed).to_numpy()
         assert counts.shape == (4, 4)
         assert np.trace(counts) / counts.sum() == pytest.approx(is_right)
+        for one, line in enumerate(counts):
+            answers = found["predicted"][found["label"] == one]
+            assert line.tolist() == np.bincount(answers, minlength=4).tolist()
+        clients = loaded.client_model(2, seed).data.partition
+        test = np.asarray(loaded.data.partition.test.row)[seed]
+        np.testing.assert_array_equal(clients.test.row, test)
+        p = loaded.predict(2, X[found["row"]], seed)
+        np.testing.assert_array_equal(found["probability"], p.max(1))
     names = loaded.task.server_model.stage_names
     logits = loaded.embeddings(2, names[-1])
     chosen = loaded.predict(2, X[loaded.rows(2)]).argmax(-1)
@@ -441,6 +452,79 @@ def test_more_rounds_and_other_options_of_one_study(tmp_path):
     assert len(list(runs.iterdir())) == 2
 
 
+def test_what_a_trial_goes_on():
+    """The same run, or one of fewer rounds, of which a sweep keeps nothing."""
+    held = {"algo": "fedavg", "rounds": 3, "client_lr": 0.1}
+    swept, more = {"sweep": {"client_lr": [0.1]}}, {"rounds": 9}
+    assert trials.goes_on(held, dict(held)) and trials.goes_on(held, held | more)
+    for other in ({"rounds": 2}, {"client_lr": 0.3}, more | {"client_lr": 0.3}, swept):
+        assert not trials.goes_on(held, held | other)
+    assert trials.goes_on(held | swept, held | swept)
+    assert not trials.goes_on(held | swept, held | swept | more)
+    assert not trials.goes_on({"algo": "fedavg"}, {"algo": "fedavg", "rounds": 3})
+
+
+def test_options_as_json():
+    """Numbers of NumPy and paths are plain; of objects a name stays at most."""
+    numbers = {"rounds": np.int64(3), "client_lr": np.float32(0.5), "exclusive": True}
+    given = numbers | {"values": (1, [np.int32(2), None]), "path": pathlib.Path("a/b")}
+    plain = {"rounds": 3, "client_lr": 0.5, "exclusive": True}
+    plain |= {"values": [1, [2, None]], "path": "a/b"}
+    found = trials.as_json(given)
+    assert json.loads(json.dumps(found)) == plain and not trials.is_of_python(found)
+    for value, word in ((X, ""), ((X, Y), ""), (made, ": made")):
+        found = trials.as_json({"dataset": value})
+        assert trials.is_of_python(found)
+        assert found["dataset"] == f"given in Python{word}"
+
+
+def test_clients_of_a_trial_are_known_by_their_rows():
+    """Those of the first seed, however many are padded or beside it."""
+
+    def of(*seeds):
+        data = types.SimpleNamespace(partition={"row": np.array(seeds)})
+        return trials.split_sha256(types.SimpleNamespace(data=data))
+
+    wanted = of([3, 1, 2])
+    assert of([3, 1, 2, -1]) == of([3, 1, 2], [1, 2, 3]) == wanted
+    assert len({wanted, of([1, 3, 2]), of([3, 1]), of([1, 2, 3], [3, 1, 2])}) == 4
+
+
+@pytest.mark.parametrize("minutes", [0, 2])
+def test_a_trial_has_its_minutes(minutes, monkeypatch):
+    """Asked after each call; 0 are no limit."""
+    now, said, seen = [100.0], [], []
+    monkeypatch.setattr(trials.time, "monotonic", lambda: now[0])
+
+    class Cut(types.SimpleNamespace):
+        is_over = False
+
+        def train(self, asked, folder, progress, others):
+            for now[0] in (101.0, 219.0, 221.0):
+                [one.on_call(self, None) for one in others]
+                asked.agree()
+                seen.append(bool(asked))
+
+    folder = types.SimpleNamespace(open=lambda: None)
+    cut = Cut(folder=contextlib.nullcontext(folder))
+    assert trials.train(cut, False, minutes, lambda: said.append(1)) == (not minutes)
+    assert seen == [False, False, bool(minutes)] and said == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_trials(number):
+    """Not only the one that it cut."""
+
+    def train(asked, *_, **options):
+        asked.ask(number)
+        asked.agree()
+
+    folder = types.SimpleNamespace(open=lambda: None, path="some")
+    cut = types.SimpleNamespace(folder=contextlib.nullcontext(folder), train=train)
+    with pytest.raises(KeyboardInterrupt, match="stopped in some; run.. continues"):
+        trials.train(cut, False, 1)
+
+
 def test_changed_data_are_refused(tmp_path):
     """What is left of a study does not run on other data."""
     path = tmp_path / "mine.npz"
@@ -618,6 +702,54 @@ def test_memory_of_fine_tuning():
     assert shown[0].methods[0].megabytes >= max(
         planned / 1e6, shown[1].methods[0].megabytes
     )
+
+
+class _Timed:
+    """A method whose rounds, evaluations and programs take what a test says."""
+
+    def __init__(self, rounds, of_round, clock):
+        self.config, self.totals = types.SimpleNamespace(rounds=rounds), self
+        self.simulation, self.program = self, self
+        self.round, self.names, self.compile_seconds = 0, ("rounds", "of_clients"), 0
+        self.seconds, self._of_round, self._clock = 0.0, of_round, clock
+
+    def advance_to(self, until):
+        first = 7.0 if self.round == 0 else 0.0
+        self.compile_seconds += 5 if first else 0
+        self.seconds += first + (until - self.round - bool(first)) * self._of_round
+        self.round = until
+
+    def evaluate(self):
+        is_compiled = self.compile_seconds > 5
+        self.compile_seconds += 0 if is_compiled else 4
+        self._clock[0] += 2 if is_compiled else 6
+
+    def evaluations_after(self, round):
+        return self.config.rounds - round  # also at the start
+
+    def ahead(self, name):
+        return {"rounds": 3e6, "of_clients": 8e6}[name]
+
+
+@pytest.mark.parametrize(
+    "rounds, of_round, reached",
+    [(20, 0.125, 5), (20, 0.625, 3), (3, 0.125, 3), (2, 4.0, 2), (1, 7.0, 1)],
+)
+def test_an_estimate_by_hand(rounds, of_round, reached, monkeypatch):
+    """The first round counts only where there is no other, and finished trials not."""
+    clock = [0.0]
+    watch = types.SimpleNamespace(perf_counter=lambda: clock[0])
+    monkeypatch.setattr(estimates, "time", watch)
+    monkeypatch.setattr(memory, "planned_bytes", lambda program: program)
+    timed = _Timed(rounds, of_round, clock)
+    found = estimates.of(timed, "some", [6, 6, 2], finished=1)
+    assert timed.round == reached
+    # Eight runs are left in two trials, each of which compiles for 9 s.
+    seconds = 8 * (rounds * of_round + (rounds + 1) * 2) + 2 * 9
+    assert found.minutes == pytest.approx(seconds / 60)
+    assert found[:3] == ("some", 3, 1) and found.megabytes == 8
+    both = estimates.Estimate([found, found._replace(name="other", minutes=100.0)])
+    assert both.minutes == pytest.approx(seconds / 60 + 100)
 
 
 def test_comparisons_have_derived_columns():

@@ -269,6 +269,8 @@ def test_what_is_measured_of_them():
     for client in range(10):
         own = rows(mine.test, client)
         right.append((experiment.predict(client, X[own]).argmax(-1) == Y[own]).mean())
+        trained = experiment.rows(client, "train")
+        np.testing.assert_array_equal(trained, rows(mine.adapting, client))
     unseen, count = np.asarray(mine.is_unseen), mine.test.count
     right = np.array(right)
     pooled = (right * count)[~unseen].sum() / count[~unseen].sum()

@@ -91,6 +91,8 @@ def test_every_point_is_its_own_run(swept, blobs):
             experiment.predict(2, np.zeros((1, 8, 8, 1), np.uint8), seed, point),
             alone.predict(2, np.zeros((1, 8, 8, 1), np.uint8)),
         )
+        inside = experiment.predictions(2, "test", seed, point)
+        assert inside.equals(alone.predictions(2))
     assert len(rounds.executables) == 1
     with pytest.raises(ValueError, match="point=None: expected one of the sweep's, {'"):
         experiment.predict(2, np.zeros((1, 8, 8, 1), np.uint8))
