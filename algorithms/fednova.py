@@ -25,8 +25,9 @@ Heterogeneous Federated Optimization", NeurIPS 2020, https://arxiv.org/abs/2007.
 | slow momentum of the server | `--server_optimizer=sgd --server_momentum` |
 
 Differs from the paper: p_i are those of the round's clients. A client that takes no
-step (`--drop_last`) counts as one that has gone nowhere. Statistics of batch norms are
-averaged as in FedAvg. Other optimizers than SGD are refused.
+step (`--drop_last`) counts as one that has gone nowhere, and one with few steps
+(`--interrupted`) as one that has gone on in its direction. Statistics of batch norms
+are averaged as in FedAvg. Other optimizers than SGD are refused.
 """
 
 import jax
@@ -47,8 +48,13 @@ def steps_in_change(num_steps: jax.Array, momentum: float | jax.Array) -> jax.Ar
         >>> round(float(steps_in_change(jnp.int32(2), 0.5)), 6)  # 1.5 + 1
         2.5
     """
+    if options.is_off(momentum):
+        return num_steps.astype(jnp.float32)
     left = 1 - momentum
-    return (num_steps - momentum * (1 - momentum**num_steps) / left) / left
+    # 1 - rho^tau, without a loss of digits where rho is close to 1
+    forgotten = -jnp.expm1(num_steps * jnp.log1p(-left))
+    size = (num_steps - momentum * forgotten / left) / left
+    return jnp.where(num_steps > 0, size, 0.0)
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
@@ -58,8 +64,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     momentum = hparams.client_momentum
     if not isinstance(momentum, jax.Array) and momentum == 1:
         raise ValueError(
-            "--client_momentum=1: with fednova a gradient is forgotten at some time; "
-            "expected less than 1"
+            "--client_momentum=1: fednova's count of steps in a change needs less than "
+            "1; lower it"
         )
     loss_fn = fp.cross_entropy_loss(task.model)
 
@@ -69,9 +75,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def upload(client: fp.Client, server: fp.Variables, trained: fp.Trained):
         """eta d_i, norm(a_i)_1 and the statistics."""
         size = steps_in_change(client.plan.num_steps, momentum)
-        change = jax.tree.map(
-            lambda x, y: (x - y) / jnp.maximum(size, 1), server.params, trained.params
-        )
+        by = jnp.where(size > 0, size, 1)
+        change = jax.tree.map(lambda x, y: (x - y) / by, server.params, trained.params)
         return change, size, trained.stats
 
     def step(server: fp.Variables, mean: tuple, key: jax.Array) -> fp.Variables:

@@ -5,6 +5,7 @@ executes". An algorithm of the family defines what clients do with the model and
 """
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -63,10 +64,11 @@ def make(
         sent: What of the model travels and is averaged; None = all. The server's other
             parts stay as the first model has them. With `own` clients are meant to keep
             them, so that there is no model of the server alone.
-        upload: `(client, server, trained) -> ` a pytree of f32 that the client sends
-            in the place of its model, such as a clipped change of it. The server gets
-            the weighted mean of these. It goes with `step` and without `sent`.
-        upload_bytes: The bytes of an upload, 0 = those of the model.
+        upload: `(client, server, trained) -> ` a pytree of numbers that the client
+            sends in the place of its model, such as a clipped change of it. The server
+            gets the weighted mean of these. It goes with `step` and without `sent`.
+        upload_bytes: The bytes of an upload, as it is coded; 0 = those of the model,
+            and a ValueError if that is not its size.
         step: `(server, mean, key) -> ` the server's next model, from the mean of what
             clients sent; None = the mean itself. `key` is that of this round, for
             noise. A `--server_optimizer` takes its own step towards this model.
@@ -94,6 +96,11 @@ def make(
     """
     if upload is not None and (step is None or sent is not None):
         raise ValueError("averaging.make(upload=) needs step= and excludes sent=")
+    if upload_bytes != 0 and (upload is None or not _is_size(upload_bytes)):
+        raise ValueError(
+            f"averaging.make(upload_bytes={upload_bytes!r}): expected how many bytes "
+            "upload= sends, a whole number above 0"
+        )
     model, tx = task.model, server_optimizer.make(hparams)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
@@ -108,7 +115,14 @@ def make(
         trained, row = _checked(out, own is not None)
         rest, variables = trained.split()
         if upload is not None:
-            return (rest, row), upload(client, server, trained)
+            out = jax.tree.map(_as_float, upload(client, server, trained))
+            size, wanted = shapes.tree_bytes(out), messages[1].num_bytes
+            if not upload_bytes and size != wanted:
+                raise ValueError(
+                    f"averaging.make(upload=) sends {size} bytes, and the model has "
+                    f"{wanted}; give upload_bytes={size}, or what its code takes"
+                )
+            return (rest, row), out
         return (rest, row), variables if sent is None else sent.sent(variables)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
@@ -158,6 +172,16 @@ def make(
         opt_state=opt_state,
         adapt=adapt and adapted,
     )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and value > 0
+
+
+def _as_float(leaf: Any) -> jax.Array:
+    """A number of an upload as one that has a mean: counts and bools as f32."""
+    leaf = jnp.asarray(leaf)
+    return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype("float32")
 
 
 def _checked(out: Any, has_row: bool) -> tuple[each_client.Trained, Any]:

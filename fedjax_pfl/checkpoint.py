@@ -378,11 +378,11 @@ def restore(
     try:
         return _restore_one(found[-1], templates)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        older = (
-            f"; to continue from {found[-2].name} remove {found[-1]}"
-            if len(found) > 1
-            else "; there is no older checkpoint"
-        )
+        older = "; there is no older checkpoint"
+        if len(found) > 1:
+            older = f"; to continue from {found[-2].name} remove {found[-1]}"
+        elif round is not None:
+            older = f"; a new run until round {round} has its state again"
         if not isinstance(error, ValueError):
             error = f"{found[-1] / MANIFEST} is damaged ({type(error).__name__})"
         raise ValueError(f"{error}{older}") from None

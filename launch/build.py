@@ -31,7 +31,8 @@ def load(path: Any, **given: Any) -> Any:
     """Opens the folder of a run (`experiment.load`), or of a study of methods.
 
     A study may also be a zip file of `Study.pack`. `given` are the arguments of
-    `experiment.load`, such as `round=`. Raises ValueError if it is neither.
+    `experiment.load`, such as `round=`, and a study has none. Raises ValueError if it
+    is neither.
 
     Examples:
         >>> import tempfile
@@ -45,6 +46,11 @@ def load(path: Any, **given: Any) -> Any:
         >>> folder.cleanup()
     """
     found: pathlib.Path = files.given(path, "load")
-    if not given and protocol.is_study(found):
+    if protocol.is_study(found):
+        if given:
+            raise ValueError(
+                f"{path} is a study, which takes no {', '.join(given)} here; open it "
+                "with build.load(folder), and a row's run with its load(row, round=...)"
+            )
         return protocol.opened(found)
     return experiment_lib.load(path, **given)

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from fedjax_pfl.options import option
 from launch import build, ending
-from launch.config import flags, schema
+from launch.config import flags
 from launch.models_out import client_model
+from launch.run import summaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _best_round(
 ) -> int:
     """The best round of a seed at a point, or a ValueError."""
     rule = experiment.config.summary
-    if rule not in schema.CHOOSE:
+    if rule not in summaries.CHOSEN_BY:
         raise ValueError(
             f"--best: the run's --summary={rule} chooses no round; omit it"
         )

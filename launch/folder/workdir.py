@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import numbers
 import os
 import pathlib
 import shlex
@@ -16,7 +17,7 @@ import numpy as np
 
 from data import files, loaders
 from fedjax_pfl import checkpoint
-from launch.config import flagfile, resolve
+from launch.config import flagfile, limits, resolve
 from launch.folder import finished, lock, tracking
 from launch.machine import processes
 from launch.run import loop
@@ -214,7 +215,11 @@ class Workdir(loop.Listener):
         """The checkpoint of a round or a ValueError, None = the newest."""
         if round is None:
             return None
-        folders = self.checkpoints, self.checkpoints / finished.BEST
+        if not isinstance(round, numbers.Integral) or isinstance(round, bool):
+            raise ValueError(
+                f"round={limits.shown(round)}: expected a number of rounds"
+            )
+        folders = self.checkpoints / finished.BEST, self.checkpoints
         found = {
             checkpoint.round_of(p): p for one in folders for p in checkpoint.saved(one)
         }
@@ -222,7 +227,8 @@ class Workdir(loop.Listener):
             kept = ", ".join(map(str, sorted(found))) or "none"
             raise ValueError(
                 f"{self.path} has no state after round {round} (rounds that it has: "
-                f"{kept}); --keep_best keeps that of the best round"
+                f"{kept}); run(until={round}) of a new experiment ends with it, and a "
+                "run with --keep_best keeps that of the best round"
             )
         return found[round]
 
@@ -382,6 +388,12 @@ class Workdir(loop.Listener):
         self._save(self.checkpoints)
         self._write_csv()
 
+    @property
+    def best(self) -> set[int]:
+        """The rounds whose states the folder keeps as the best."""
+        found = checkpoint.saved(self.checkpoints / finished.BEST)
+        return set(map(checkpoint.round_of, found))
+
     def save_best(self, rounds: Collection[int]) -> None:
         """Writes one of the best rounds' checkpoints; those of `rounds` stay."""
         self._save(self.checkpoints / finished.BEST, rounds)
@@ -433,18 +445,43 @@ class Workdir(loop.Listener):
 
 
 class Best(loop.Listener):
-    """Keeps the states of the best rounds so far, by `--summary`, of all variants."""
+    """Keeps the states of the best rounds so far, by `--summary`, of all variants.
+
+    Where the last round is no regular one, those without it stay as well, since a run
+    may go on to more rounds.
+    """
 
     def __init__(self, folder: Workdir):
         self._folder = folder
+
+    def on_start(self, run: Run) -> None:
+        """Saves what an error has prevented, and says what is not there."""
+        if not run.metrics or self._folder.summary is not None:
+            return
+        missing = processes.of_first(sorted(self._rounds(run) - self._folder.best))
+        if run.round in missing and run.metrics[-1]["round"] == run.round:
+            self._save(run)
+            missing.remove(run.round)
+        if missing and processes.is_first():
+            _note(
+                "--keep_best: the folder does not have the best round so far "
+                f"({', '.join(map(str, missing))}), but keeps what becomes better"
+            )
 
     def reads_state(self, run: Run) -> bool:
         return run.is_due(run.round)  # it is measured next, and may be the best
 
     def on_call(self, run: Run, records: loop.Records) -> None:
-        best = {run.best_round(one) for one in range(run.simulation.variants.count)}
-        if records and run.round in best:
-            self._folder.save_best(best)
+        if records and run.round in self._rounds(run):
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        self._folder.save_best(self._rounds(run))
+
+    def _rounds(self, run: Run) -> set[int]:
+        every = range(run.simulation.variants.count)
+        kinds = False, True
+        return {run.best_round(one, is_regular=kind) for one in every for kind in kinds}
 
 
 class Checkpoints(loop.Listener):

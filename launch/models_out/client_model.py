@@ -265,12 +265,8 @@ def _other_round(run: Run, index: int, variant: int) -> str:
     return (
         f"these are models of round {run.round}, and the summary of seed "
         f"{run.seeds[index]} is that of round {best}, by --summary={rule}; "
-        + (
-            f"build.load(..., round={best}) and launch.export --best have its models"
-            if run.config.keep_best
-            else f"run(until={best}) of a new experiment ends with its models, and "
-            "--keep_best keeps them"
-        )
+        f"run(until={best}) of a new experiment ends with its models, and where "
+        f"--keep_best kept them build.load(..., round={best}) has them"
     )
 
 

@@ -222,14 +222,16 @@ class Run:
         every = range(self.simulation.variants.count)
         return all(self.round - self.best_round(one) >= patience for one in every)
 
-    def best_round(self, index: int) -> int:
+    def best_round(self, index: int, *, is_regular: bool = False) -> int:
         """The round of a variant that is the best so far, by `--summary`.
 
-        Without any, as after a divergence, the present one counts.
+        Without any, as after a divergence, the present one counts. With `is_regular` it
+        is one of `eval_every`, as if the run went on from its end.
         """
         # Each evaluation has a record of every variant, in order. The end of a shorter
         # run, from which this one goes on, is no candidate between two evaluations.
-        every, last = self.config.eval_every, self.config.rounds
+        every = self.config.eval_every
+        last = None if is_regular else self.config.rounds
         records = self.metrics[index :: self.simulation.variants.count]
         records = [r for r in records if r["round"] % every == 0 or r["round"] == last]
         best = summaries.best_round(records, self.config.summary)

@@ -1,5 +1,6 @@
 """A paper's table: its cells run `launch.main` one after another in this process."""
 
+import contextlib
 import dataclasses
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from data import loaders, texts
+from fedjax_pfl import checkpoint
 from fedjax_pfl import options as options_lib
 from fedjax_pfl.options import option
 from launch import ending, main
@@ -65,6 +67,14 @@ def clients(folder: pathlib.Path) -> dict[str, Any]:
     values = [[float(f"{one:.6g}") for one in line] for line in means]
     sizes = run.clients["test_size"].tolist()
     return finished.finite({record.measured(run): values, "test_size": sizes})
+
+
+def _drop_last(folder: pathlib.Path) -> None:
+    """Deletes a run's checkpoints but those of its best rounds, as far as it can."""
+    for path in checkpoint.saved(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it has others
+        folder.rmdir()
 
 
 def available(dataset: str, data_dir: str) -> str:
@@ -191,8 +201,7 @@ class Table:
                         done = found | {"records": records}
                         self.kept.put(folder.name, options, done)
                     if self.asked.drop_checkpoints and cell.place not in teachers:
-                        path = folder / finished.CHECKPOINTS
-                        shutil.rmtree(path, ignore_errors=True)
+                        _drop_last(folder / finished.CHECKPOINTS)
             self.results[cell.place] = found
             if is_new or cell is in_turn[-1]:
                 yield

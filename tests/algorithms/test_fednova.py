@@ -54,9 +54,19 @@ def test_rounds_equal_a_numpy_reference(momentum, compiled, start, problem):
             {"client_optimizer_options": "nesterov=true", "client_momentum": 0.5},
             "has no effect with fednova",
         ),
-        ({"client_momentum": 1.0}, "expected less than 1"),
+        ({"client_momentum": 1.0}, "needs less than 1"),
     ],
 )
 def test_optimizers_without_a_count(options, reason, problem):
     with pytest.raises(ValueError, match=reason):
         fednova.make(fednova.HParams(**options), problem.task_of())
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.9, 0.999])
+def test_steps_in_a_change(momentum):
+    """Also where they are nearly a sum of 1, 2, 3, ...; none are none."""
+    for steps in (0, 1, 5, 200):
+        wanted = sum(momentum**i for step in range(steps) for i in range(step + 1))
+        for rho in (momentum, np.float32(momentum)):
+            found = fednova.steps_in_change(np.int32(steps), rho)
+            np.testing.assert_allclose(found, wanted, rtol=3e-4)

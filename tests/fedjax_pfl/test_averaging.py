@@ -138,7 +138,7 @@ def test_what_is_sent_and_what_the_server_does_with_it(tables, optimizer):
 
     def upload(client, server, trained):
         by = trained.variables.params[0]["w"] - server.params[0]["w"]
-        return {"square": by.mean() ** 2, "count": client.plan.num_steps * 1.0}
+        return {"square": by.mean() ** 2, "count": client.plan.num_steps}
 
     def step(server, mean, key):
         drawn = jax.random.key_data(key).sum() % 97 * 1.0
@@ -173,3 +173,19 @@ def test_uploads_that_nobody_understands():
     given = averaging.Averaging(), task(1), without_rows
     with pytest.raises(ValueError, match="upload=. needs step= and excludes sent="):
         averaging.make(*given, upload=lambda client, server, trained: trained.params)
+    for size in (4, -4, 4.5):
+        with pytest.raises(ValueError, match="whole number above 0"):
+            more = {} if size == 4 else {"upload": max, "step": max}
+            averaging.make(*given, upload_bytes=size, **more)
+
+
+def test_uploads_of_another_size(tables):
+    """Bytes that are not the model's have to be named."""
+    data, cohort = tables
+    given = averaging.Averaging(), task(1), without_rows
+    sent = {"upload": lambda *_: (1.0, True), "step": lambda server, mean, key: server}
+    method = averaging.make(*given, **sent)
+    state = method.init(data, jax.random.key(0))
+    with pytest.raises(ValueError, match="sends 8 bytes, and the model has .*_bytes=8"):
+        method.round(state, cohort, data)
+    averaging.make(*given, **sent, upload_bytes=1).round(state, cohort, data)

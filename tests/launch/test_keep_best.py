@@ -5,6 +5,8 @@ import pytest
 
 from fedjax_pfl import checkpoint
 from launch import build, export
+from launch.config import schema
+from launch.run import summaries
 from tests import conftest
 
 pytestmark = pytest.mark.usefixtures("narrow")
@@ -28,6 +30,12 @@ def curves(monkeypatch):
     monkeypatch.setattr(build.Experiment, "measure", measured)
 
 
+def held(folder):
+    """The rounds whose states a folder has as the best."""
+    found = checkpoint.saved(folder / "checkpoints" / "best")
+    return [checkpoint.round_of(one) for one in found]
+
+
 def made(dataset, **given):
     return build.experiment(dataset=dataset, **conftest.SIX | GIVEN | given)
 
@@ -37,15 +45,11 @@ def test_states_of_best_rounds(curves, blobs, tmp_path, capsys):
     folder = tmp_path / "run"
     kept = {"workdir": str(folder), "keep_best": True}
 
-    def held():
-        found = checkpoint.saved(folder / "checkpoints" / "best")
-        return [checkpoint.round_of(one) for one in found]
-
     made(blobs, **kept).run(until=3, progress=False)
-    assert held() == [2, 3]
+    assert held(folder) == [2, 3]
     run = made(blobs, **kept, resume=True)
     run.run(progress=False)
-    assert held() == [2, 4] and run.best_rounds() == {0: (2,), 1: (4,)}
+    assert held(folder) == [2, 4] and run.best_rounds() == {0: (2,), 1: (4,)}
     file, whole = tmp_path / "best.npz", made(blobs)
     for seed, (best,) in run.best_rounds().items():
         whole.run(until=best, progress=False)
@@ -59,18 +63,66 @@ def test_states_of_best_rounds(curves, blobs, tmp_path, capsys):
         other = whole.save_model(tmp_path / "other.npz", 3, seed)
         with np.load(file) as a, np.load(other) as b:
             assert a.files == b.files and all((a[n] == b[n]).all() for n in a.files)
-    with pytest.warns(UserWarning, match=r"round 6.* build.load\(..., round=4\) and"):
+    with pytest.warns(UserWarning, match=r"round 6.* build.load\(..., round=4\) has"):
         build.load(folder).params(3, 1)
     # Where nothing is left to do, it is the last state again.
     assert found.run(progress=False)["rounds"] == 6 == found.round
+
+
+def test_what_an_error_prevented(curves, blobs, tmp_path, monkeypatch, capsys):
+    """It is saved before the run goes on; what an earlier run left out is said."""
+    folder = tmp_path / "run"
+    kept = {"workdir": str(folder), "num_seeds": 1}
+    made(blobs, **kept).run(until=4, progress=False)  # without keep_best
+    run, saved = made(blobs, **kept, keep_best=True, resume=True), checkpoint.save
+    run.run(until=5, progress=False)
+    assert "does not have the best round so far (2)" in capsys.readouterr().err
+    assert held(folder) == []
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    CURVES[0][6], before = 0.9, CURVES[0][6]
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.run(progress=False)
+    monkeypatch.setattr(checkpoint, "save", saved)
+    run.run(progress=False)
+    CURVES[0][6] = before
+    assert held(folder) == [6] and run.best_rounds() == {0: (6,)}
+    assert build.load(folder, round=6).round == 6
+
+
+def test_an_odd_end_is_no_best_round_of_a_longer_run(curves, blobs, tmp_path):
+    """Both states are kept until the run goes on."""
+    folder = tmp_path / "run"
+    given = {"workdir": str(folder), "keep_best": True, "eval_every": 2, "resume": True}
+    CURVES[0][3], before = 0.8, CURVES[0][3]
+    given |= {"num_seeds": 1}
+    made(blobs, **given, rounds=3).run(progress=False)
+    assert held(folder) == [2, 3]
+    run = made(blobs, **given, rounds=4)
+    run.run(progress=False)
+    CURVES[0][3] = before
+    assert run.best_rounds() == {0: (2,)}
+    assert build.load(folder, round=2).round == 2
+
+
+def test_rules_that_choose():
+    assert {*summaries.CHOSEN_BY} == {*schema.CHOOSE}
 
 
 def test_no_such_state(curves, blobs, tmp_path, capsys):
     """One line with the rounds that are there, and the cure."""
     folder = tmp_path / "run"
     made(blobs, rounds=4, workdir=str(folder), num_seeds=1).run(progress=False)
-    with pytest.raises(ValueError, match=r"state after round 2 \(.*: 4\); --keep_best"):
+    with pytest.raises(
+        ValueError, match=r"state after round 2 \(.*: 4\); run\(until=2"
+    ):
         build.load(folder, round=2)
+    for odd in ("4", [4], True):
+        with pytest.raises(ValueError, match="expected a number of rounds"):
+            build.load(folder, round=odd)
     with pytest.raises(ValueError, match="keep_best writes files; give a workdir"):
         made(blobs, keep_best=True).run(progress=False)
     with pytest.raises(ValueError, match="--keep_best=true has no effect with --summ"):
