@@ -458,7 +458,9 @@ class Best(loop.Listener):
         """Saves what an error has prevented, and says what is not there."""
         if not run.metrics or self._folder.summary is not None:
             return
-        missing = processes.of_first(sorted(self._rounds(run) - self._folder.best))
+        missing = processes.on_first(
+            lambda: sorted(self._rounds(run) - self._folder.best)
+        )
         if run.round in missing and run.metrics[-1]["round"] == run.round:
             self._save(run)
             missing.remove(run.round)
