@@ -85,6 +85,6 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         params = jax.tree.map(lambda x, d: x - size * d, server.params, change)
         return fp.Variables(params, stats)
 
-    whole = shapes.tree_bytes(shapes.variables(task.model, task.example_shape))
+    whole = shapes.model_bytes(task.model, task.example_shape)
     sent = {"upload": upload, "upload_bytes": whole + traffic.FLOAT_BYTES}
     return averaging.make(hparams, task, client_update, **sent, step=step)

@@ -24,11 +24,8 @@ TOLERANCE, MILD_LR = 1e-3, 0.01
 
 
 # Options of a run that a check has not
-_WITHOUT = {
-    *("workdir", "resume", "keep_best", "csv", "tensorboard", "wandb"),
-    "export_partition",
-}
-_WITHOUT |= {"client_chunk", "min_chunk", "target"}
+_WITHOUT = {"workdir", "resume", "csv", "tensorboard", "wandb", "export_partition"}
+_WITHOUT |= {"keep_best", "client_chunk", "min_chunk", "target"}
 
 
 class BrokenError(ValueError):

@@ -80,6 +80,7 @@ class Workdir(loop.Listener):
         self.run = run
         self.path = pathlib.Path(run.config.workdir or default_name(run.config))
         self.checkpoints = self.path / finished.CHECKPOINTS
+        self._best = self.checkpoints / finished.BEST
         self.records: list[dict[str, Any]] = []
         self._lock = lock.Lock(self.path)
         self._has_begun = self._has_noted_text = False
@@ -206,22 +207,24 @@ class Workdir(loop.Listener):
 
     def _reopen(self, round: int | None) -> None:
         done = self._finished()
-        self._restore(self._kept(round))
+        self._restore(self._folder_of(round), round)
         is_begun = done is not None or (self.path / METRICS).exists()
         if self._restored is None and is_begun:
             raise ValueError(f"{self.path} has no checkpoint, so there is no state")
 
-    def _kept(self, round: int | None) -> pathlib.Path | None:
-        """The checkpoint of a round or a ValueError, None = the newest."""
+    def _folder_of(self, round: int | None) -> pathlib.Path:
+        """The folder with a round's checkpoint, None = the newest; or ValueError."""
         if round is None:
-            return None
+            return self.checkpoints
         if not isinstance(round, numbers.Integral) or isinstance(round, bool):
             raise ValueError(
                 f"round={limits.shown(round)}: expected a number of rounds"
             )
-        folders = self.checkpoints / finished.BEST, self.checkpoints
+        folders = self._best, self.checkpoints
         found = {
-            checkpoint.round_of(p): p for one in folders for p in checkpoint.saved(one)
+            checkpoint.round_of(path): folder
+            for folder in folders
+            for path in checkpoint.saved(folder)
         }
         if round not in found:
             kept = ", ".join(map(str, sorted(found))) or "none"
@@ -286,7 +289,7 @@ class Workdir(loop.Listener):
             self._refuse_fewer(done["rounds"])
         if not run.config.resume:
             self._refuse_unasked(damage)
-        self._restore()
+        self._restore(self.checkpoints)
         if self._restored is None and (done is not None or damage):
             raise ValueError(
                 f"{damage or self.path}: there is no checkpoint to continue from; "
@@ -308,14 +311,10 @@ class Workdir(loop.Listener):
             _note(f"{damage}; it is written again from round {round}")
         self._restore_metrics(round)
 
-    def _restore(self, path: pathlib.Path | None = None) -> None:
+    def _restore(self, folder: pathlib.Path, round: int | None = None) -> None:
         """Reads a checkpoint, None = the last, if it is there and fits the rounds."""
         forms = self.run.saved_templates()
-        if path is None:
-            self._restored = checkpoint.restore(self.checkpoints, *forms)
-        else:
-            of = checkpoint.round_of(path)
-            self._restored = checkpoint.restore(path.parent, *forms, round=of)
+        self._restored = checkpoint.restore(folder, *forms, round=round)
         if self._restored is None:
             return
         (round, _, host), wanted = self._restored, self.run.config.rounds
@@ -391,12 +390,11 @@ class Workdir(loop.Listener):
     @property
     def best(self) -> set[int]:
         """The rounds whose states the folder keeps as the best."""
-        found = checkpoint.saved(self.checkpoints / finished.BEST)
-        return set(map(checkpoint.round_of, found))
+        return set(map(checkpoint.round_of, checkpoint.saved(self._best)))
 
     def save_best(self, rounds: Collection[int]) -> None:
         """Writes one of the best rounds' checkpoints; those of `rounds` stay."""
-        self._save(self.checkpoints / finished.BEST, rounds)
+        self._save(self._best, rounds)
 
     def _save(self, folder: pathlib.Path, keep: Collection[int] | None = None) -> None:
         arrays, host = self.run.saved()

@@ -1,4 +1,4 @@
-"""FedNova against numpy and FedAvg."""
+"""FedNova against numpy."""
 
 import numpy as np
 import pytest

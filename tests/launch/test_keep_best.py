@@ -13,7 +13,13 @@ pytestmark = pytest.mark.usefixtures("narrow")
 GIVEN = {"algo": "fedper", "rounds": 6, "eval_every": 1, "num_seeds": 2}
 GIVEN |= {"val_split": 0.5, "summary": "best_validation"}
 # Validation of each seed after rounds 0 to 6: best after 2 and after 4
-CURVES = [0.1, 0.2, 0.6, 0.5, 0.5, 0.3, 0.6], [0.1, 0.2, 0.1, 0.5, 0.7, 0.3, 0.6]
+CURVES = [
+    dict(enumerate(curve))
+    for curve in (
+        [0.1, 0.2, 0.6, 0.5, 0.5, 0.3, 0.6],
+        [0.1, 0.2, 0.1, 0.5, 0.7, 0.3, 0.6],
+    )
+]
 
 
 @pytest.fixture
@@ -82,28 +88,28 @@ def test_what_an_error_prevented(curves, blobs, tmp_path, monkeypatch, capsys):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    CURVES[0][6], before = 0.9, CURVES[0][6]
+    monkeypatch.setitem(CURVES[0], 6, 0.9)
     monkeypatch.setattr(checkpoint, "save", full)
     with pytest.raises(OSError, match="No space left"):
         run.run(progress=False)
     monkeypatch.setattr(checkpoint, "save", saved)
     run.run(progress=False)
-    CURVES[0][6] = before
     assert held(folder) == [6] and run.best_rounds() == {0: (6,)}
     assert build.load(folder, round=6).round == 6
 
 
-def test_an_odd_end_is_no_best_round_of_a_longer_run(curves, blobs, tmp_path):
+def test_an_odd_end_is_no_best_round_of_a_longer_run(
+    curves, blobs, tmp_path, monkeypatch
+):
     """Both states are kept until the run goes on."""
     folder = tmp_path / "run"
     given = {"workdir": str(folder), "keep_best": True, "eval_every": 2, "resume": True}
-    CURVES[0][3], before = 0.8, CURVES[0][3]
+    monkeypatch.setitem(CURVES[0], 3, 0.8)
     given |= {"num_seeds": 1}
     made(blobs, **given, rounds=3).run(progress=False)
     assert held(folder) == [2, 3]
     run = made(blobs, **given, rounds=4)
     run.run(progress=False)
-    CURVES[0][3] = before
     assert run.best_rounds() == {0: (2,)}
     assert build.load(folder, round=2).round == 2
 
