@@ -1,10 +1,12 @@
-"""A convolution in three forms, and the rule that chooses one of them.
+"""A convolution in four forms, and the rule that chooses one of them.
 
 All take f32[C, H, W, B] and a kernel f32[S, S, C, O] and give f32[O, H', W', B]. They
 agree up to the rounding of sums in another order.
 """
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import execution
+from models import rows
 
 
 def paddings(side: int, padding: str) -> tuple[int, int]:
@@ -70,6 +73,48 @@ def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Arra
     return out.reshape(len(out), columns.shape[1], -1, batch)
 
 
+def by_rows(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
+    """`patches`, of which a CPU makes those of one row at a time; see `rows`.
+
+    A map is split into stride * stride, so that a row's windows are slices.
+    """
+    maps, layout, places = split(h, len(kernel), padding, stride)
+    out = rows.product(kernel.reshape(-1, kernel.shape[-1]), maps, layout)
+    return out.reshape(len(out), *places, h.shape[-1])
+
+
+def split(
+    h: jax.Array, side: int, padding: str, stride: int = 1, pool: int = 1
+) -> tuple[jax.Array, rows.Layout, tuple[int, int]]:
+    """Maps in which the windows of a convolution and of the pool after it are slices.
+
+    `h` float[C, H, W, B] is split into one map for each place of `stride * pool` rows
+    and columns. Part `pool * a + b` has the places (a, b) of all windows of a `pool` x
+    `pool` pool of that stride. Returns (float[(stride * pool)^2, C, rows, columns * B],
+    the layout, the rows and columns of the result).
+    """
+    step, batch, (before, after) = stride * pool, h.shape[-1], paddings(side, padding)
+    counts = [((n + before + after - side) // stride + 1) // pool for n in h.shape[1:3]]
+    more = (stride * (pool - 1) + side - 1) // step
+    sizes = [count + more for count in counts]
+    ends = [step * m - before - n for m, n in zip(sizes, h.shape[1:3], strict=True)]
+    pads = [(0, 0, 0), *((before, end, 0) for end in ends), (0, 0, 0)]
+    h = jax.lax.pad(h, jnp.zeros((), h.dtype), pads)
+    h = h.reshape(len(h), sizes[0], step, sizes[1], step, batch)
+    maps = h.transpose(2, 4, 0, 1, 3, 5)
+    maps = maps.reshape(step**2, len(h), sizes[0], sizes[1] * batch)
+    pairs = [*itertools.product(range(side), repeat=2)]
+
+    def place(i: int, j: int) -> tuple[int, int, int]:
+        return i % step * step + j % step, i // step, j // step * batch
+
+    places = tuple(
+        tuple(place(a + i, b + j) for i, j in pairs)
+        for a, b in itertools.product(range(0, step, stride), repeat=2)
+    )
+    return maps, rows.Layout(places, (counts[0], counts[1] * batch)), tuple(counts)
+
+
 def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
     """XLA's convolution, which has one group per kernel when vmapped over kernels."""
     pads, axes = [paddings(len(kernel), padding)] * 2, ("CHWN", "HWIO", "CHWN")
@@ -111,7 +156,7 @@ def _slope_of_largest(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array
 # The width of a TPU's registers and of its matrix unit
 LANES = 128
 
-FORMS = {"patches": patches, "flat": flat, "direct": direct}
+FORMS = {"patches": patches, "rows": by_rows, "flat": flat, "direct": direct}
 
 
 def product(kernel: jax.Array, seen: jax.Array) -> jax.Array:
@@ -138,20 +183,29 @@ def summed_in(dtype: Any) -> Any:
 
 
 def chosen(
-    given: tuple[int, ...], kernel: tuple[int, ...], setting: execution.Setting
+    given: tuple[int, ...],
+    kernel: tuple[int, ...],
+    setting: execution.Setting,
+    stride: int = 1,
 ) -> str:
     """The name of the cheapest form; docs/measured_before.md has the figures.
 
     On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
-    client. On a GPU it takes 2 to 8 times as long as patches. A TPU computes a
-    convolution of many groups as blocks of 128 channels, of which each group uses its
-    own. That is cheap if all groups fit into one block, or if a group fills a good part
-    of one. `given` and `kernel` are the shapes [C, H, W, B] and [S, S, C, O]. `setting`
-    has the platform, and the number of models computed side by side.
+    client, and large patches are made row by row. On a GPU it takes 2 to 8 times as
+    long as patches. A TPU computes a convolution of many groups as blocks of 128
+    channels, of which each group uses its own. That is cheap if all groups fit into one
+    block, or if a group fills a good part of one. `given` and `kernel` are the shapes
+    [C, H, W, B] and [S, S, C, O]. `setting` has the platform, and the number of models
+    computed side by side.
     """
-    if setting.form or setting.platform != "tpu":
-        return setting.form or "patches"
     side, _, channels, features = kernel
+    if setting.form:
+        return setting.form
+    if setting.platform == "cpu" and has_slices(given) and (side > 1 or stride == 1):
+        num_bytes = 4 * side**2 * math.prod(given) // stride**2
+        return "rows" if rows.suits(num_bytes, setting.devices) else "patches"
+    if setting.platform != "tpu":
+        return "patches"
     if side == 1:
         return "patches"
     # A batch that fills the lanes gains nothing from another axis beside it.
@@ -169,9 +223,14 @@ def chosen(
     return "patches" if setting.models > LANES // 2 else narrow
 
 
+def has_slices(given: tuple[int, ...]) -> bool:
+    """Whether `split` is possible: not in a model that is exported for any batch."""
+    return isinstance(given[-1], int)
+
+
 def convolve(
     h: jax.Array, kernel: jax.Array, stride: int, padding: str
 ) -> tuple[jax.Array, str]:
     """The convolution in the form that suits its shapes, and the name of the form."""
-    form = chosen(h.shape, kernel.shape, execution.setting())
+    form = chosen(h.shape, kernel.shape, execution.setting(), stride)
     return FORMS[form](h, kernel, stride, padding), form

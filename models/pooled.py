@@ -7,7 +7,6 @@ is a maximum of slabs. What it leaves out is not computed. Large layers run row 
 (`models.rows`). It agrees with `forms.patches` and `forms.pooled` up to rounding.
 """
 
-import itertools
 from typing import Any
 
 import jax
@@ -27,9 +26,8 @@ def suits(
     """
     lost = side - 1 - sum(forms.paddings(side, padding))
     has_windows = min(given[1:3]) - lost > 1
-    is_known = isinstance(given[3], int)  # not so in an export for any batch
     is_cpu = setting.platform == "cpu" and not setting.form
-    return is_cpu and is_known and side > 1 and has_windows
+    return is_cpu and forms.has_slices(given) and side > 1 and has_windows
 
 
 def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
@@ -45,7 +43,7 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
         float[O, H' // 2, W' // 2, B] for a convolution of H' rows and W' columns.
     """
     batch = h.shape[-1]
-    maps, layout, (height, width) = _parities(h, len(kernel), padding)
+    maps, layout, (height, width) = forms.split(h, len(kernel), padding, pool=2)
     if rows.suits(layout.patch_bytes * len(h), execution.setting().devices):
         matrix = kernel.reshape(-1, kernel.shape[-1])
         out = rows.product(matrix, maps, layout)
@@ -53,33 +51,6 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
         out = forms.product(kernel, rows.all_windows(maps, layout))
     largest = _largest(out.reshape(len(out), 4, height * width * batch))
     return largest.reshape(len(out), height, width, batch)
-
-
-def _parities(
-    h: jax.Array, side: int, padding: str
-) -> tuple[jax.Array, rows.Layout, list[int]]:
-    """The four parities of h float[C, H, W, B], and the windows of four parts in them.
-
-    Part 2 * a + b has the places (a, b) of all windows of the pool. Returns (float[4,
-    C, rows, columns * B], the layout, the rows and columns of the pool).
-    """
-    batch, (before, after) = h.shape[-1], forms.paddings(side, padding)
-    counts = [(n + before + after - side + 1) // 2 for n in h.shape[1:3]]
-    sizes = [count + side // 2 for count in counts]
-    ends = [2 * m - before - n for m, n in zip(sizes, h.shape[1:3], strict=True)]
-    pads = [(0, 0, 0), *((before, end, 0) for end in ends), (0, 0, 0)]
-    h = jax.lax.pad(h, jnp.zeros((), h.dtype), pads)
-    h = h.reshape(len(h), sizes[0], 2, sizes[1], 2, batch).transpose(2, 4, 0, 1, 3, 5)
-    pairs = [*itertools.product(range(side), repeat=2)]
-    places = tuple(
-        tuple(
-            ((i + a) % 2 * 2 + (j + b) % 2, (i + a) // 2, (j + b) // 2 * batch)
-            for i, j in pairs
-        )
-        for a, b in itertools.product(range(2), repeat=2)
-    )
-    maps = h.reshape(4, h.shape[2], sizes[0], sizes[1] * batch)
-    return maps, rows.Layout(places, (counts[0], counts[1] * batch)), counts
 
 
 @jax.custom_jvp

@@ -13,7 +13,7 @@ from typing import Any
 from flax import linen as nn
 
 from fedjax_pfl import types
-from models import stages
+from models import kept, stages
 
 WIDTHS = (64, 128, 256, 512)
 # The number of blocks of each stage
@@ -49,7 +49,7 @@ class Block(nn.Module):
         if self.stride > 1 or h.shape[-1] != features:
             options = {"stride": self.stride, "initializer": self.initializer}
             h = normed(features, 1, relu=False, name="shortcut", **options)(h, **mode)
-        return nn.relu(out + h)
+        return stages.batch_last(kept.kept(stages.batch_last(nn.relu(out + h))))
 
     @nn.nowrap
     def macs(self, given, out):

@@ -6,15 +6,14 @@ of a row are made, multiplied and dropped, and made again for the gradient. The 
 of a row are too small for several cores.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
+
+from models import primitives
 
 # With more bytes of patches, row by row costs a core less than all at once.
 PATCH_BYTES = 2_000_000
@@ -170,54 +169,7 @@ def _total(g: jax.Array, *, layout: Layout, shape: tuple[int, ...]) -> jax.Array
     return jax.lax.fori_loop(0, len(first), add, jnp.zeros(shape, g.dtype))
 
 
-def _primitive(
-    name: str,
-    fn: Callable[..., jax.Array],
-    num_axes: tuple[int, ...],
-    shape_of: Callable[..., tuple[int, ...]],
-) -> core.Primitive:
-    """A primitive of a function that is linear in each of its arrays.
-
-    It has derivatives in both directions and its own transpose. `fn` takes arrays of
-    `num_axes` axes each, and any number of leading axes is mapped. `shape_of` is
-    `(*shapes, **params) -> shape` of the result without leading axes.
-    """
-    made = core.Primitive(name)
-
-    def computed(*given: jax.Array, **params: Any) -> jax.Array:
-        one = functools.partial(fn, **params)
-        for _ in range(given[0].ndim - num_axes[0]):
-            one = jax.vmap(one)
-        return one(*given)
-
-    def shaped(*given: Any, **params: Any) -> Any:
-        leading = given[0].shape[: len(given[0].shape) - num_axes[0]]
-        shape = shape_of(*(one.shape[len(leading) :] for one in given), **params)
-        return jax.core.ShapedArray((*leading, *shape), given[0].dtype)
-
-    def batched(given: Any, axes: Any, **params: Any) -> tuple[jax.Array, int]:
-        pairs = [*zip(given, axes, strict=True)]
-        (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
-        given = [
-            jnp.broadcast_to(x, (size, *x.shape))
-            if axis is None
-            else jnp.moveaxis(x, axis, 0)
-            for x, axis in pairs
-        ]
-        return made.bind(*given, **params), 0
-
-    @functools.lru_cache(maxsize=64)
-    def jitted(**params: Any) -> Any:
-        return jax.jit(functools.partial(computed, **params))
-
-    made.def_impl(lambda *given, **params: jitted(**params)(*given))
-    made.def_abstract_eval(shaped)
-    batching.primitive_batchers[made] = batched
-    mlir.register_lowering(made, mlir.lower_fun(computed, multiple_results=False))
-    return made
-
-
-_cut = _primitive(
+_cut = primitives.linear(
     "cut_windows",
     _whole,
     (4,),
@@ -226,26 +178,26 @@ _cut = _primitive(
         *layout.size,
     ),
 )
-_add = _primitive("add_windows", _total, (5,), lambda _, *, layout, shape: shape)
+_add = primitives.linear("add_windows", _total, (5,), lambda _, *, layout, shape: shape)
 ad.deflinear2(
     _cut, lambda g, h, **params: [_add.bind(g, shape=h.aval.shape[-4:], **params)]
 )
 ad.deflinear2(_add, lambda g, _, *, shape, **params: [_cut.bind(g, **params)])
 
 # The three derivatives of one function that is linear in the kernel, the maps and `g`
-_times = _primitive(
+_times = primitives.linear(
     "rows_times_kernel",
     _forward,
     (2, 4),
     lambda kernel, maps, *, layout: (kernel[1], len(layout.places), *layout.size),
 )
-_to_kernel = _primitive(
+_to_kernel = primitives.linear(
     "rows_to_kernel",
     _of_kernel,
     (4, 4),
     lambda g, maps, *, layout: (len(layout.places[0]) * maps[1], g[0]),
 )
-_to_maps = _primitive(
+_to_maps = primitives.linear(
     "rows_to_maps", _of_maps, (4, 2), lambda g, kernel, *, layout, shape: shape
 )
 ad.defbilinear(

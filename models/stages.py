@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from fedjax_pfl import execution, stacked, types
-from models import forms, pooled
+from models import forms, kept, pooled
 
 NORM_EPSILON = 1e-5
 
@@ -156,7 +156,7 @@ class Norm(nn.Module):
             centred = h - running_mean.value.reshape(column)
             var = running_var.value
         factor = scale * jax.lax.rsqrt(var + NORM_EPSILON)
-        h = centred * factor.reshape(column) + bias.reshape(column)
+        h = kept.kept(centred * factor.reshape(column) + bias.reshape(column))
         return batch_last(h).astype(dtype)
 
     @nn.nowrap
