@@ -17,6 +17,8 @@ from models import primitives
 
 # With more bytes of patches, row by row costs a core less than all at once.
 PATCH_BYTES = 2_000_000
+# A row with more bytes of patches is multiplied in pieces of at least so many columns.
+ROW_BYTES, COLUMNS = 1_000_000, 256
 
 
 class Layout(NamedTuple):
@@ -35,11 +37,21 @@ class Layout(NamedTuple):
         """Bytes of one channel's patches in float32."""
         return 4 * len(self.places) * len(self.places[0]) * self.size[0] * self.size[1]
 
-    def windows(self) -> np.ndarray:
-        """int32[F * R, T, 3]: the map, row and column of each row of the result."""
+    def windows(self, channels: int) -> tuple[np.ndarray, int]:
+        """Where the windows of each row of the result begin, or of its K pieces.
+
+        Returns (int32[F * R * K, T, 3], the map, row and column; the columns L / K of a
+        piece).
+        """
+        rows, length = self.size
+        is_large = 4 * channels * len(self.places[0]) * length > ROW_BYTES
+        most = length // COLUMNS if is_large else 1
+        count = max(k for k in range(1, max(most, 1) + 1) if length % k == 0)
         first = np.array(self.places, np.int32)[:, None]
-        row = np.arange(self.size[0], dtype=np.int32)[:, None, None] * [0, 1, 0]
-        return (first + row).reshape(-1, *first.shape[2:]).astype(np.int32)
+        row, piece = np.divmod(np.arange(rows * count), count)
+        begin = np.stack([0 * row, row, piece * (length // count)], -1)[:, None]
+        found = (first + begin).reshape(-1, *first.shape[2:])
+        return found.astype(np.int32), length // count
 
 
 def suits(patch_bytes: int, devices: int) -> bool:
@@ -96,7 +108,7 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 
 def _forward(kernel: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
-    windows, (rows, length) = layout.windows(), layout.size
+    windows, length = layout.windows(maps.shape[1])
 
     def fill(index: jax.Array, out: jax.Array) -> jax.Array:
         seen = _taken(maps, windows, index, (1, length)).reshape(len(kernel), length)
@@ -105,12 +117,12 @@ def _forward(kernel: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array
 
     first = jnp.zeros((kernel.shape[1], len(windows), length), maps.dtype)
     out = jax.lax.fori_loop(0, len(windows), fill, first)
-    return out.reshape(len(out), -1, rows, length)
+    return out.reshape(len(out), -1, *layout.size)
 
 
 def _of_kernel(g: jax.Array, maps: jax.Array, *, layout: Layout) -> jax.Array:
     """The kernel's gradient float[T * C, O] for `g` float[O, F, R, L]."""
-    windows, length = layout.windows(), layout.size[1]
+    windows, length = layout.windows(maps.shape[1])
     g = g.reshape(len(g), -1, length)
     size = windows.shape[1] * maps.shape[1]
 
@@ -128,7 +140,7 @@ def _of_maps(
     g: jax.Array, kernel: jax.Array, *, layout: Layout, shape: tuple[int, ...]
 ) -> jax.Array:
     """The gradient of maps of `shape` for `g` float[O, F, R, L]."""
-    windows, length = layout.windows(), layout.size[1]
+    windows, length = layout.windows(shape[1])
     g = g.reshape(len(g), -1, length)
 
     def add(index: jax.Array, total: jax.Array) -> jax.Array:
