@@ -67,6 +67,25 @@ def test_the_rule(channels, features, side, models, form):
     assert forms.chosen(*shapes, on_tpu._replace(form="flat")) == "flat"
 
 
+@pytest.mark.parametrize(
+    ("batch", "side", "stride", "devices", "form"),
+    [
+        (64, 3, 1, 2, "rows"),
+        (64, 3, 1, 1, "patches"),  # all cores work on one product
+        (8, 3, 1, 2, "patches"),  # 1.2 MB of patches
+        (64, 3, 2, 2, "rows"),
+        (25, 3, 2, 2, "patches"),  # .9 MB, a quarter of those at all places
+        (512, 1, 1, 2, "rows"),
+        (2048, 1, 2, 2, "patches"),  # a map in four would be copied for one of them
+    ],
+)
+def test_large_patches_go_by_rows_on_each_core(batch, side, stride, devices, form):
+    """Of a convolution without a pool: 16x16 maps of 16 channels."""
+    given, kernel = (16, 16, 16, batch), (side, side, 16, 8)
+    setting = execution.Setting("cpu", devices=devices)
+    assert forms.chosen(given, kernel, setting, stride) == form
+
+
 @pytest.mark.parametrize("form", forms.FORMS)
 @pytest.mark.parametrize("size", [(6, 4), (5, 7)])
 def test_pools_agree(form, size):
@@ -89,6 +108,47 @@ def test_pools_agree(form, size):
     h = h.at[0].set(jnp.inf).at[1].set(-jnp.inf)
     chex.assert_trees_all_equal(
         both(execution.Setting("tpu", 2))[0], both(execution.Setting())[0]
+    )
+
+
+@pytest.mark.parametrize(("length", "columns"), [(24, 4), (26, 13), (23, 23), (7, 7)])
+def test_pieces_of_a_row(length, columns, monkeypatch):
+    """Some number of them that divides a row, of at least so many columns."""
+    monkeypatch.setattr(rows, "COLUMNS", 4)
+    layout = rows.Layout((((0, 1, 0), (0, 1, 2)), ((1, 0, 0), (1, 0, 2))), (3, length))
+    num_bytes = 4 * 5 * 2 * length
+    monkeypatch.setattr(rows, "ROW_BYTES", num_bytes)
+    assert layout.windows(5)[1] == length  # small enough
+    monkeypatch.setattr(rows, "ROW_BYTES", num_bytes - 1)
+    windows, size = layout.windows(5)
+    assert size == columns and windows.dtype == np.int32
+    expected = [
+        [(one, row + at, begin + place) for one, at, place in part]
+        for part in layout.places
+        for row in range(3)
+        for begin in range(0, length, columns)
+    ]
+    np.testing.assert_array_equal(windows, expected)
+
+
+@pytest.mark.parametrize(("side", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_pieces_of_rows_agree(side, stride, monkeypatch):
+    """Outputs and both gradients, of kernels of several clients."""
+    monkeypatch.setattr(rows, "ROW_BYTES", 0)
+    monkeypatch.setattr(rows, "COLUMNS", 3)
+    gen = np.random.default_rng(0)
+    h = jnp.asarray(gen.normal(size=(3, 2, 8, 8, 3)), jnp.float32)
+    kernel = jnp.asarray(gen.normal(size=(3, side, side, 2, 5)), jnp.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def all_of(form, h, kernel):
+        fn = jax.vmap(functools.partial(form, stride=stride, padding="SAME"))
+        out, pull = jax.vjp(fn, h, kernel)
+        return out, *pull(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    found = all_of(forms.by_rows, h, kernel)
+    chex.assert_trees_all_close(
+        found, all_of(forms.patches, h, kernel), rtol=0, atol=1e-4
     )
 
 
