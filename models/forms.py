@@ -6,7 +6,6 @@ agree up to the rounding of sums in another order.
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,14 @@ from models import rows
 def paddings(side: int, padding: str) -> tuple[int, int]:
     """Rows before and after a map: `SAME` is PyTorch's (side - 1) // 2, side // 2."""
     return ((side - 1) // 2, side // 2) if padding == "SAME" else (0, 0)
+
+
+def places(
+    sizes: tuple[int, ...], side: int, stride: int, padding: str
+) -> tuple[int, ...]:
+    """The rows and columns of a convolution of a map of `sizes`."""
+    more = sum(paddings(side, padding)) - side
+    return tuple(max((size + more) // stride + 1, 0) for size in sizes)
 
 
 def windows(
@@ -76,11 +83,11 @@ def flat(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Arra
 def by_rows(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
     """`patches`, of which a CPU makes those of one row at a time; see `rows`.
 
-    A map is split into stride * stride, so that a row's windows are slices.
+    A map is split into stride * stride maps, so that a row's windows are slices.
     """
-    maps, layout, places = split(h, len(kernel), padding, stride)
+    maps, layout, counts = split(h, len(kernel), padding, stride)
     out = rows.product(kernel.reshape(-1, kernel.shape[-1]), maps, layout)
-    return out.reshape(len(out), *places, h.shape[-1])
+    return out.reshape(len(out), *counts, h.shape[-1])
 
 
 def split(
@@ -93,8 +100,8 @@ def split(
     `pool` pool of that stride. Returns (float[(stride * pool)^2, C, rows, columns * B],
     the layout, the rows and columns of the result).
     """
-    step, batch, (before, after) = stride * pool, h.shape[-1], paddings(side, padding)
-    counts = [((n + before + after - side) // stride + 1) // pool for n in h.shape[1:3]]
+    step, batch, (before, _) = stride * pool, h.shape[-1], paddings(side, padding)
+    counts = [n // pool for n in places(h.shape[1:3], side, stride, padding)]
     more = (stride * (pool - 1) + side - 1) // step
     sizes = [count + more for count in counts]
     ends = [step * m - before - n for m, n in zip(sizes, h.shape[1:3], strict=True)]
@@ -108,11 +115,11 @@ def split(
     def place(i: int, j: int) -> tuple[int, int, int]:
         return i % step * step + j % step, i // step, j // step * batch
 
-    places = tuple(
+    begins = tuple(
         tuple(place(a + i, b + j) for i, j in pairs)
         for a, b in itertools.product(range(0, step, stride), repeat=2)
     )
-    return maps, rows.Layout(places, (counts[0], counts[1] * batch)), tuple(counts)
+    return maps, rows.Layout(begins, (counts[0], counts[1] * batch)), tuple(counts)
 
 
 def direct(h: jax.Array, kernel: jax.Array, stride: int, padding: str) -> jax.Array:
@@ -187,11 +194,13 @@ def chosen(
     kernel: tuple[int, ...],
     setting: execution.Setting,
     stride: int = 1,
+    padding: str = "SAME",
 ) -> str:
-    """The name of the cheapest form; docs/measured_before.md has the figures.
+    """The name of the cheapest form; docs/measured.md and measured_before.md say why.
 
     On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
-    client, and large patches are made row by row. On a GPU it takes 2 to 8 times as
+    client. Where each core trains a client of its own, it makes large patches row by
+    row. On a GPU XLA's convolution takes 2 to 8 times as
     long as patches. A TPU computes a convolution of many groups as blocks of 128
     channels, of which each group uses its own. That is cheap if all groups fit into one
     block, or if a group fills a good part of one. `given` and `kernel` are the shapes
@@ -201,9 +210,14 @@ def chosen(
     side, _, channels, features = kernel
     if setting.form:
         return setting.form
-    if setting.platform == "cpu" and has_slices(given) and (side > 1 or stride == 1):
-        num_bytes = 4 * side**2 * math.prod(given) // stride**2
-        return "rows" if rows.suits(num_bytes, setting.devices) else "patches"
+    if setting.platform == "cpu" and has_slices(given) and side > 1:
+        height, width = places(given[1:3], side, stride, padding)
+        columns = width * given[3]
+        # A row of fewer columns takes less time than to read the kernel for it.
+        has_rows = columns >= features
+        num_bytes = 4 * side**2 * channels * height * columns
+        is_large = rows.suits(num_bytes, setting.devices)
+        return "rows" if has_rows and is_large else "patches"
     if setting.platform != "tpu":
         return "patches"
     if side == 1:
@@ -232,5 +246,5 @@ def convolve(
     h: jax.Array, kernel: jax.Array, stride: int, padding: str
 ) -> tuple[jax.Array, str]:
     """The convolution in the form that suits its shapes, and the name of the form."""
-    form = chosen(h.shape, kernel.shape, execution.setting(), stride)
+    form = chosen(h.shape, kernel.shape, execution.setting(), stride, padding)
     return FORMS[form](h, kernel, stride, padding), form

@@ -156,8 +156,8 @@ class Norm(nn.Module):
             centred = h - running_mean.value.reshape(column)
             var = running_var.value
         factor = scale * jax.lax.rsqrt(var + NORM_EPSILON)
-        h = kept.kept(centred * factor.reshape(column) + bias.reshape(column))
-        return batch_last(h).astype(dtype)
+        h = centred * factor.reshape(column) + bias.reshape(column)
+        return batch_last(kept.kept(h.astype(dtype)))
 
     @nn.nowrap
     def macs(self, given, out):

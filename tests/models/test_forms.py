@@ -75,8 +75,7 @@ def test_the_rule(channels, features, side, models, form):
         (8, 3, 1, 2, "patches"),  # 1.2 MB of patches
         (64, 3, 2, 2, "rows"),
         (25, 3, 2, 2, "patches"),  # .9 MB, a quarter of those at all places
-        (512, 1, 1, 2, "rows"),
-        (2048, 1, 2, 2, "patches"),  # a map in four would be copied for one of them
+        (512, 1, 1, 2, "patches"),  # the map itself
     ],
 )
 def test_large_patches_go_by_rows_on_each_core(batch, side, stride, devices, form):
@@ -84,6 +83,39 @@ def test_large_patches_go_by_rows_on_each_core(batch, side, stride, devices, for
     given, kernel = (16, 16, 16, batch), (side, side, 16, 8)
     setting = execution.Setting("cpu", devices=devices)
     assert forms.chosen(given, kernel, setting, stride) == form
+
+
+def test_rows_have_enough_columns():
+    """Not fewer than the kernel has features, and none where no window fits."""
+    setting = execution.Setting("cpu", devices=2)
+    few, many = (512, 4, 4, 16), (512, 4, 4, 128)
+    assert forms.chosen(few, (3, 3, 512, 64), setting) == "rows"
+    assert forms.chosen(few, (3, 3, 512, 65), setting) == "patches"
+    assert forms.chosen(many, (3, 3, 512, 512), setting) == "rows"
+    assert forms.chosen((16, 4, 4, 1024), (5, 5, 16, 4), setting) == "rows"
+    layer, x = stages.Conv(4, 5, padding="VALID", pool=False), jnp.ones((1024, 4, 4, 9))
+    with execution.traced_in(setting):
+        shape = jax.eval_shape(layer.init_with_output, jax.random.key(0), x)[0].shape
+    assert shape == (1024, 0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("padding", "stride", "pool", "shape"),
+    [
+        ("SAME", 1, 1, (1, 2, 9, 10 * 4)),
+        ("SAME", 2, 1, (4, 2, 5, 5 * 4)),
+        ("VALID", 2, 1, (4, 2, 4, 4 * 4)),
+        ("VALID", 1, 2, (4, 2, 3, 4 * 4)),
+    ],
+)
+def test_maps_are_split_without_more_than_the_windows_need(
+    padding, stride, pool, shape
+):
+    """7x8 maps of 2 channels and a batch of 4, and kernels of 3x3."""
+    maps, layout, _ = forms.split(jnp.ones((2, 7, 8, 4)), 3, padding, stride, pool)
+    assert maps.shape == shape
+    last = np.max(layout.places, (0, 1))
+    np.testing.assert_array_equal(last[1:] + layout.size, shape[2:])
 
 
 @pytest.mark.parametrize("form", forms.FORMS)
