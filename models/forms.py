@@ -200,12 +200,11 @@ def chosen(
 
     On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
     client. Where each core trains a client of its own, it makes large patches row by
-    row. On a GPU XLA's convolution takes 2 to 8 times as
-    long as patches. A TPU computes a convolution of many groups as blocks of 128
-    channels, of which each group uses its own. That is cheap if all groups fit into one
-    block, or if a group fills a good part of one. `given` and `kernel` are the shapes
-    [C, H, W, B] and [S, S, C, O]. `setting` has the platform, and the number of models
-    computed side by side.
+    row. On a GPU XLA's convolution takes 2 to 8 times as long as patches. A TPU
+    computes a convolution of many groups as blocks of 128 channels, of which each group
+    uses its own. That is cheap if all groups fit into one block, or if a group fills a
+    good part of one. `given` and `kernel` are the shapes [C, H, W, B] and [S, S, C, O].
+    `setting` has the platform, and the number of models computed side by side.
     """
     side, _, channels, features = kernel
     if setting.form:
@@ -213,7 +212,7 @@ def chosen(
     if setting.platform == "cpu" and has_slices(given) and side > 1:
         height, width = places(given[1:3], side, stride, padding)
         columns = width * given[3]
-        # A row of fewer columns takes less time than to read the kernel for it.
+        # With fewer columns it takes longer to read the kernel for a row than the row.
         has_rows = columns >= features
         num_bytes = 4 * side**2 * channels * height * columns
         is_large = rows.suits(num_bytes, setting.devices)
