@@ -44,7 +44,7 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     """
     batch = h.shape[-1]
     maps, layout, (height, width) = forms.split(h, len(kernel), padding, pool=2)
-    if rows.suits(layout.patch_bytes * len(h), execution.setting().devices):
+    if rows.suits(layout.patch_bytes * len(h), execution.setting()):
         matrix = kernel.reshape(-1, kernel.shape[-1])
         out = rows.product(matrix, maps, layout)
     else:

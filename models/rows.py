@@ -3,7 +3,7 @@
 The patches of all windows are many times larger than the maps. Where they do not fit
 the caches of a CPU, the clients on its cores wait for memory. Row by row, the patches
 of a row are made, multiplied and dropped, and made again for the gradient. The products
-of a row are too small for several cores.
+of a row are too small for many cores.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
+from fedjax_pfl import execution
 from models import primitives
 
 # With more bytes of patches, row by row costs a core less than all at once.
@@ -54,12 +55,12 @@ class Layout(NamedTuple):
         return found.astype(np.int32), length // count
 
 
-def suits(patch_bytes: int, devices: int) -> bool:
+def suits(patch_bytes: int, setting: execution.Setting) -> bool:
     """Whether row by row costs less than all windows at once.
 
-    `patch_bytes` is for all windows. Each of the `devices` computes on its own core.
+    `patch_bytes` is for all windows, and `setting` has the cores of a device.
     """
-    return devices > 1 and patch_bytes > PATCH_BYTES
+    return setting.few_cores and patch_bytes > PATCH_BYTES
 
 
 def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:

@@ -30,6 +30,8 @@ PATIENCE = {
 # Private rows of which all copies take more bytes are shared out over the cores of a
 # CPU, where each device has a copy of smaller ones and may train any client.
 COPIED_ROW_BYTES = 1 << 30
+# With so many cores a single device computes large layers as it does on one core.
+FEW_CORES = 2
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
 
@@ -64,13 +66,13 @@ def cores_are_devices() -> bool:
     if is_decided or jax.config.jax_num_cpu_devices > 0:
         return False
     try:
-        jax.config.update("jax_num_cpu_devices", _usable_cores())
+        jax.config.update("jax_num_cpu_devices", usable_cores())
     except RuntimeError:
         return False
     return True
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Counts the cores that this process may use, by affinity and cgroup quota."""
     try:
         cores = len(os.sched_getaffinity(0))

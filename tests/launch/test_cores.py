@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from launch import build
+from launch.machine import devices
+
 SCRIPT = """
 import json, sys
 import numpy as np
@@ -43,6 +46,15 @@ def ran(flags="", **given):
     )
     assert not done.returncode, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("cores", "few"), [(1, True), (2, True), (3, False)])
+def test_one_device_knows_how_many_cores_it_has(blobs, monkeypatch, cores, few):
+    monkeypatch.setattr(devices, "usable_cores", lambda: cores)
+    made = build.experiment(
+        algo="local", preset="none", dataset=blobs, num_clients=2, devices=1
+    )
+    assert made.task.execution.few_cores == few
 
 
 @pytest.mark.slow
