@@ -31,7 +31,7 @@ class Execution(NamedTuple):
         shares_rows: Whether a device of the mesh has the private rows of its own
             clients alone (see `rows.slots`), which may train on another one, to which
             their rows travel (see `rows.exchange`). Otherwise every device has all.
-        few_cores: Whether a single device has only a core or two of a CPU.
+        one_core: Whether the single device has one core of a CPU alone.
     """
 
     chunk: int = 1
@@ -40,7 +40,7 @@ class Execution(NamedTuple):
     vmaps_runs: bool = False
     device: jax.Device | None = None
     shares_rows: bool = False
-    few_cores: bool = False
+    one_core: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -66,15 +66,14 @@ class Setting(NamedTuple):
         form: The form of all convolutions, "" = by their shapes. With one, nothing that
             is traced depends on how many models there are, or on the platform of an
             `Execution`.
-        few_cores: Whether a device has only a core or two of a CPU, so that it gains
-            nothing from work for many. So has each of several devices.
+        one_core: Whether a device has one core of a CPU alone, as each of several has.
         owners: The devices that share out the private rows, None = each has all.
     """
 
     platform: str = "cpu"
     models: int = 1
     form: str = ""
-    few_cores: bool = False
+    one_core: bool = False
     owners: jax.sharding.Mesh | None = None
 
 
@@ -108,9 +107,9 @@ def over_devices(how: Execution) -> contextlib.AbstractContextManager:
 
     Its state has private rows as `how` places them.
     """
-    few_cores = how.few_cores or how.mesh is not None
+    one_core = how.one_core or how.mesh is not None
     owners = how.mesh if how.shares_rows else None
-    return traced_in(setting()._replace(few_cores=few_cores, owners=owners))
+    return traced_in(setting()._replace(one_core=one_core, owners=owners))
 
 
 def padded_size(num_rows: int, execution: Execution) -> int:

@@ -199,12 +199,12 @@ def chosen(
     """The name of the cheapest form; docs/measured.md and measured_before.md say why.
 
     On a CPU XLA's convolution is slow inside loops, and slower with one kernel per
-    client. A device that has only a core or two makes large patches row by row. On a
-    GPU XLA's convolution takes 2 to 8 times as long as patches. A TPU computes a
-    convolution of many groups as blocks of 128 channels, of which each group uses its
-    own. That is cheap if all groups fit into one block, or if a group fills a good part
-    of one. `given` and `kernel` are the shapes [C, H, W, B] and [S, S, C, O]. `setting`
-    has the platform, and the number of models computed side by side.
+    client. A device of one core makes large patches row by row. On a GPU XLA's
+    convolution takes 2 to 8 times as long as patches. A TPU computes a convolution of
+    many groups as blocks of 128 channels, of which each group uses its own. That is
+    cheap if all groups fit into one block, or if a group fills a good part of one.
+    `given` and `kernel` are the shapes [C, H, W, B] and [S, S, C, O]. `setting` has the
+    platform, and the number of models computed side by side.
     """
     side, _, channels, features = kernel
     if setting.form:

@@ -3,7 +3,7 @@
 The patches of all windows are many times larger than the maps. Where they do not fit
 the caches of a CPU, the clients on its cores wait for memory. Row by row, the patches
 of a row are made, multiplied and dropped, and made again for the gradient. The products
-of a row are too small for many cores.
+of a row are too small for several cores.
 """
 
 from typing import NamedTuple
@@ -58,9 +58,9 @@ class Layout(NamedTuple):
 def suits(patch_bytes: int, setting: execution.Setting) -> bool:
     """Whether row by row costs less than all windows at once.
 
-    `patch_bytes` is for all windows, and `setting` has the cores of a device.
+    `patch_bytes` is for all windows, and `setting` knows whether a device has one core.
     """
-    return setting.few_cores and patch_bytes > PATCH_BYTES
+    return setting.one_core and patch_bytes > PATCH_BYTES
 
 
 def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:

@@ -91,7 +91,7 @@ def _execution(
         is_bucketed=config.bucketed,
         vmaps_runs=vmaps_runs,
         device=used[0] if target and len(used) == 1 else None,
-        few_cores=devices.usable_cores() <= devices.FEW_CORES,
+        one_core=devices.usable_cores() == 1,
     )
 
 

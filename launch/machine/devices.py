@@ -30,8 +30,6 @@ PATIENCE = {
 # Private rows of which all copies take more bytes are shared out over the cores of a
 # CPU, where each device has a copy of smaller ones and may train any client.
 COPIED_ROW_BYTES = 1 << 30
-# With so many cores a single device computes large layers as it does on one core.
-FEW_CORES = 2
 CACHE_BYTES = 4 << 30
 CACHE_MIN_SECONDS = 0.2
 

@@ -60,11 +60,11 @@ def test_the_setting_of_a_program():
     ("devices", "given", "found"),
     [(1, False, False), (1, True, True), (2, False, True)],
 )
-def test_devices_of_few_cores(devices, given, found):
+def test_devices_that_have_one_core(devices, given, found):
     """Each of several has a core of its own."""
     mesh = small.mesh_of(devices) if devices > 1 else None
-    with execution.over_devices(execution.Execution(mesh=mesh, few_cores=given)):
-        assert execution.setting() == execution.Setting("cpu", few_cores=found)
+    with execution.over_devices(execution.Execution(mesh=mesh, one_core=given)):
+        assert execution.setting() == execution.Setting("cpu", one_core=found)
 
 
 def test_what_is_traced_in_a_setting_serves_there_alone():

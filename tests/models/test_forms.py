@@ -68,7 +68,7 @@ def test_the_rule(channels, features, side, models, form):
 
 
 @pytest.mark.parametrize(
-    ("batch", "side", "stride", "few_cores", "form"),
+    ("batch", "side", "stride", "one_core", "form"),
     [
         (64, 3, 1, True, "rows"),
         (64, 3, 1, False, "patches"),  # all cores work on one product
@@ -78,16 +78,16 @@ def test_the_rule(channels, features, side, models, form):
         (512, 1, 1, True, "patches"),  # the map itself
     ],
 )
-def test_large_patches_go_by_rows_on_few_cores(batch, side, stride, few_cores, form):
+def test_large_patches_go_by_rows_on_one_core(batch, side, stride, one_core, form):
     """Of a convolution without a pool: 16x16 maps of 16 channels."""
     given, kernel = (16, 16, 16, batch), (side, side, 16, 8)
-    setting = execution.Setting("cpu", few_cores=few_cores)
+    setting = execution.Setting("cpu", one_core=one_core)
     assert forms.chosen(given, kernel, setting, stride) == form
 
 
 def test_rows_have_enough_columns():
     """Not fewer than the kernel has features, and none where no window fits."""
-    setting = execution.Setting("cpu", few_cores=True)
+    setting = execution.Setting("cpu", one_core=True)
     few, many = (512, 4, 4, 16), (512, 4, 4, 128)
     assert forms.chosen(few, (3, 3, 512, 64), setting) == "rows"
     assert forms.chosen(few, (3, 3, 512, 65), setting) == "patches"
@@ -283,12 +283,12 @@ def test_a_batch_of_none_has_a_shape():
 
 
 @pytest.mark.parametrize(
-    ("batch", "few_cores", "is_by_row"),
+    ("batch", "one_core", "is_by_row"),
     [(40, True, True), (40, False, False), (2, True, False)],
 )
-def test_large_layers_go_by_rows_on_few_cores(batch, few_cores, is_by_row):
+def test_large_layers_go_by_rows_on_one_core(batch, one_core, is_by_row):
     """14x14 maps of 32 channels have 627 KB of patches an image."""
     layer, x = stages.Conv(32, 5), jnp.ones((batch, 14, 14, 32))
-    with execution.traced_in(execution.Setting("cpu", few_cores=few_cores)):
+    with execution.traced_in(execution.Setting("cpu", one_core=one_core)):
         text = str(jax.make_jaxpr(layer.init)(jax.random.key(0), x))
     assert ("rows_times_kernel" in text) == is_by_row

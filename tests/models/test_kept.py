@@ -69,14 +69,14 @@ def test_large_blocks_are_kept_on_a_cpu(platform, batch, keeps):
 
 
 def test_a_resnet_is_exported_for_any_batch():
-    """By a program for few cores too, where patches go by rows."""
+    """By a program for one core too, where patches go by rows."""
     model = resnet.resnet18(10, 0.25)
     (batch,) = export.symbolic_shape("batch")
     image = jax.ShapeDtypeStruct((batch, 8, 8, 3), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((1, 8, 8, 3)))
 
     def answers(params, stats, image):
-        with execution.traced_in(execution.Setting("cpu", few_cores=True)):
+        with execution.traced_in(execution.Setting("cpu", one_core=True)):
             return model.forward(params, stats, image)[0]
 
     made = export.export(jax.jit(answers))(*variables, image)
