@@ -17,6 +17,7 @@ from launch.run.run import Run
 QUIET_SECONDS = 3.0  # of compilation, before a line is printed
 LONG_SECONDS = 30.0  # of a run that says after its first rounds what it will take
 STEADY_SECONDS = 2.0  # of rounds, before they say how long others take
+SILENT_SECONDS = 60.0  # between lines, before one is printed without an evaluation
 
 
 class Progress(Listener):
@@ -33,7 +34,7 @@ class Progress(Listener):
         self._bar: Any = None
 
     def on_start(self, run: Run) -> None:
-        self._begin = time.perf_counter()
+        self._begin = self._said = time.perf_counter()
         self._start, self._trained = run.round, run.totals.seconds
         self._evaluated = run.evaluation_seconds
         self._evaluations = 0
@@ -69,12 +70,11 @@ class Progress(Listener):
                 self._bar.unpause()
 
     def on_call(self, run: Run, records: Records) -> None:
-        """Shows measured metrics, and once the loss of the first rounds."""
+        """Shows measured metrics, or the loss of the first rounds and after silence."""
         self._evaluations += bool(records)
         self._foretell(run)
         shown = self._headline(records, run.points) if records else _loss(run)
-        # A line is printed after the first call, then after each evaluation.
-        is_new = shown and (records or not self._has_shown)
+        is_new = shown and (records or not self._has_shown or self._is_silent())
         if self._bar is not None:
             self._bar.update(run.round - self._bar.n)
             if is_new:
@@ -86,11 +86,17 @@ class Progress(Listener):
                 f"({time.perf_counter() - self._begin:.0f} s{self._left(run)})",
                 flush=True,
             )
+            self._said = time.perf_counter()
         self._has_shown = self._has_shown or run.round > self._start
 
     def on_end(self, run: Run) -> None:
         if self._bar is not None:
             self._bar.close()
+
+    def _is_silent(self) -> bool:
+        """Whether no line was printed for long. A bar moves with every call."""
+        silent = time.perf_counter() - self._said
+        return self._bar is None and silent > SILENT_SECONDS
 
     def _foretell(self, run: Run) -> None:
         """Says once what a long run will take, as soon as rounds have been timed."""

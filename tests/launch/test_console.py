@@ -106,6 +106,22 @@ def test_lines_of_progress(capsys):
     assert lines[1].endswith(", 18 s left)") and "left" not in lines[2]
 
 
+def test_a_line_after_silence(capsys, monkeypatch):
+    """Rounds of minutes between far evaluations say that they go on."""
+    run, shown = Run(10), progress.Progress(words.headline)
+    shown.on_start(run)
+    for loss, silent in [(1.5, 60.0), (1.25, 60.0), (1.0, 0.0), (0.75, 0.0)]:
+        monkeypatch.setattr(progress, "SILENT_SECONDS", silent)
+        run.advance(1, 1.0, loss)
+        shown.on_call(run, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  (")[0] for line in lines] == [
+        "round 1/10  loss 1.500",
+        "round 3/10  loss 1.000",
+        "round 4/10  loss 0.750",
+    ]
+
+
 def test_what_several_runs_will_take():
     """By the mean of those that ran, as soon as that is half a minute."""
     assert progress.of_several(1, 3, []) == "1 of 3"
@@ -157,12 +173,15 @@ def test_a_bar_has_a_clock(monkeypatch):
             return lambda *given: calls.append((name, *given))
 
     monkeypatch.setattr(progress, "_bar_kind", lambda: Bar)
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.0)
     run, shown = Run(3), progress.Progress(words.headline)
     shown.on_start(run)
     with shown.on_compile(run):
         time.sleep(0.7)
     run.advance(1, 1.0, 0.5)
     shown.on_call(run, [])
+    run.advance(1, 1.0, 0.25)
+    shown.on_call(run, [])  # it moves, and keeps the numbers that it shows
     shown.on_end(run)
     names = [call[0] for call in calls]
     assert names == [
@@ -172,6 +191,7 @@ def test_a_bar_has_a_clock(monkeypatch):
         "unpause",
         "update",
         "set_postfix",
+        "update",
         "close",
     ]
     assert calls[1][1].startswith("compiling mine (or reading") and calls[2][1] == ""
