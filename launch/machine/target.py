@@ -2,14 +2,16 @@
 
 The compiler of a TPU comes with the package libtpu and needs no TPU. It plans the
 memory of a program and estimates the cycles of each of its parts. That of a GPU comes
-with jax's plugin for CUDA and needs no GPU, driver or CUDA library. It plans the memory
-and the kernels, whose times nothing estimates.
+with jax's plugin for CUDA, from jax 0.11 on without an assembler, which NVIDIA's
+package nvidia-cuda-nvcc has. It needs no GPU, driver or other CUDA library. It plans
+the memory and the kernels, whose times nothing estimates.
 """
 
 import os
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 
 from fedjax_pfl import options
@@ -98,6 +100,13 @@ def chip(name: str) -> Chip:
     return CHIPS[name]
 
 
+def _compile_for(device: jax.Device) -> None:
+    """Compiles next to nothing: a part of the compiler may be missing."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    one = jax.ShapeDtypeStruct((1,), np.float32, sharding=where)
+    jax.jit(lambda x: x + 1).lower(one).compile()
+
+
 def devices(name: str) -> list[jax.Device]:
     """Devices of a chip, for which programs can be compiled and nothing can run.
 
@@ -114,7 +123,7 @@ def devices(name: str) -> list[jax.Device]:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         more = {"target_config": found.gpu, "topology": found.topology}
         wanted = "a GPU's compiler"
-        cure = f"jax-cuda13-plugin=={jax.__version__}"
+        cure = f"jax-cuda13-plugin=={jax.__version__} nvidia-cuda-nvcc"
     else:
         given = {
             # Or libtpu asks a cloud's metadata server, or stays alone on a machine.
@@ -129,6 +138,8 @@ def devices(name: str) -> list[jax.Device]:
         wanted, cure = "the TPU's compiler", "'fedjax_pfl[tpu]'"
     try:
         made = topologies.get_topology_desc(platform=found.platform, **more)
+        if found.gpu:
+            _compile_for(made.devices[0])
         return list(made.devices)
     except Exception as error:  # of several kinds, by what is missing
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -1,7 +1,8 @@
 """What runs on a GPU compiles for one: its compiler says so without a GPU.
 
 These tests need jax's plugin for CUDA (`pip install jax-cuda13-plugin` of jax's own
-version; no CUDA library and no driver) and are skipped without it.
+version, from 0.11 on with `nvidia-cuda-nvcc`; no other CUDA library and no driver) and
+are skipped without it.
 """
 
 import functools

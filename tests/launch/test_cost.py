@@ -1,10 +1,15 @@
 """What is read from a program as XLA prints it."""
 
 import importlib.util
+import os
+import types
 
+import jax
 import pytest
+from jax.experimental import topologies
 
 from launch import build
+from launch.machine import target
 from launch.run import cost
 
 # Two loops in a loop, a condition and a call; a fusion's computation counts once.
@@ -108,6 +113,25 @@ def test_without_the_compiler(unequal):
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         with pytest.raises(ValueError, match="pip install jax-cuda13-plugin==0"):
             build.experiment(algo="fedavg", dataset=unequal, target="gpu:h100")
+
+
+def test_a_compiler_without_an_assembler(monkeypatch):
+    """jax's plugin for CUDA comes without one from jax 0.11 on."""
+
+    def fails(device):
+        raise jax.errors.JaxRuntimeError("No PTX compilation provider.\n - ptxas: ...")
+
+    made = types.SimpleNamespace(devices=jax.devices())
+    monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: made)
+    monkeypatch.setattr(target, "_compile_for", fails)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    with pytest.raises(ValueError) as caught:
+        target.devices("gpu:h100")
+    assert str(caught.value) == (
+        "--target=gpu:h100 needs a GPU's compiler (No PTX compilation provider.); "
+        f"pip install jax-cuda13-plugin=={jax.__version__} nvidia-cuda-nvcc"
+    )
 
 
 def test_figures_need_a_target(unequal):
