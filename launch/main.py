@@ -1,8 +1,8 @@
 """Runs one algorithm: `python -m launch.main --algo=cdkt [--flagfile=...] [--...]`.
 
 Results are written to --workdir, and `--algo=NAME --help` lists the options. Ctrl-C or
-SIGTERM ends the run after the current call (about 10 seconds of work), saves it, and
-prints the command that continues it.
+SIGTERM ends the run after the current call (about 10 seconds or one round), saves it,
+and prints the command that continues it.
 """
 
 import shlex
