@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from data import arrays, dataset, files, frames, images, labels
+from fedjax_pfl import options
 
 if TYPE_CHECKING:
     import pandas
@@ -180,7 +181,7 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         try:
             items = [given[row] for row in range(len(given))]
         except Exception as error:  # whatever the user's object raises
-            why, kind = files.reason(error), type(error).__name__
+            why, kind = options.reason(error), type(error).__name__
             reason += f" whose rows raise a {kind} ({why})"
             raise ValueError(f"{where}: expected {FORMS}, {reason}") from error
         kinds = {len(one) if isinstance(one, (tuple, list)) else 0 for one in items}

@@ -21,11 +21,6 @@ def named(where: str, *kinds: type[Exception], joint: str = ": ") -> Iterator[No
         raise ValueError(f"{where}{joint if where else ''}{error}") from error
 
 
-def reason(error: Exception, most: int = 200) -> str:
-    """An error in one line of at most so many characters."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
-
-
 def naming(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds an argument `where`, the name with which the function's errors begin."""
 

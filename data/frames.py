@@ -64,7 +64,7 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
             how = {"low_memory": False, "index_col": False, "keep_default_na": False}
             frame = read(dtype=as_text, na_values=missing, **how)
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
-        reason = files.reason(error)
+        reason = options.reason(error)
         if isinstance(error, FileNotFoundError):
             reason = "there is no such file"
         raise ValueError(f"cannot be read as CSV: {reason}") from error

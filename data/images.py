@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from data import arrays, dataset, files, labels, memory
+from fedjax_pfl import options
 
 SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".bmp", ".gif"),
@@ -222,7 +223,7 @@ def read(source: Any, take: Callable[[Any], Any]) -> Any:
     except Exception as error:  # damaged bytes raise various errors
         if isinstance(error, MemoryError):
             raise
-        reason = files.reason(error, 160)
+        reason = options.reason(error)
         if "cannot identify" in reason:
             reason = f"it is not an image ({', '.join(FORMATS)}), or damaged"
         raise ValueError(reason) from error

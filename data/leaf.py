@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import arrays, dataset, files, labels, memory, parquet
-from fedjax_pfl import json_text
+from fedjax_pfl import json_text, options
 
 CHARACTERS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
 WANTED = "all_data_*.json, train/*.json and test/*.json, or *.parquet"
@@ -163,7 +163,7 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
     except RecursionError as error:
         raise ValueError(f"{path} cannot be read: it is not JSON") from error
     except (ValueError, OSError) as error:
-        reason = getattr(error, "strerror", None) or files.reason(error)
+        reason = getattr(error, "strerror", None) or options.reason(error)
         raise ValueError(f"{path} cannot be read: {reason}; fetch it again") from error
 
 

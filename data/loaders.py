@@ -245,7 +245,7 @@ def _tfds(
             f"--dataset={name} needs the package tensorflow-datasets ({error}); {way}"
         ) from error
     except Exception as error:  # tfds raises its own and its downloader's errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
+        reason = options.reason(error)
         raise ValueError(
             f"--dataset={name} is missing and tfds could not prepare it ({reason}); "
             f"{way}"

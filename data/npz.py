@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from data import files, memory
+from fedjax_pfl import options
 
 
 @contextlib.contextmanager
@@ -27,7 +28,7 @@ def _opened(path: pathlib.Path) -> Iterator[zipfile.ZipFile]:
             warnings.simplefilter("ignore")
             yield archive
     except Exception as error:  # damaged bytes raise various errors
-        raise ValueError(f"cannot be read: {files.reason(error)}") from error
+        raise ValueError(f"cannot be read: {options.reason(error)}") from error
 
 
 def names(path: pathlib.Path) -> set[str]:

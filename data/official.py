@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import files, memory, pickles
+from fedjax_pfl import options
 
 KINDS = "fine", "coarse"  # of the labels of CIFAR-100
 # The labels of an image, in the order of their bytes in the binary form
@@ -218,7 +219,7 @@ def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _reason(error: Exception) -> str:
     """One line about an error, and what to do."""
-    reason = "".join(c if c.isprintable() else "?" for c in files.reason(error))
+    reason = "".join(c if c.isprintable() else "?" for c in options.reason(error))
     if isinstance(error, FileNotFoundError):
         reason = "there is no such file"
     return f"{reason}; fetch it again"

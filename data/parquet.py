@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import files, frames, images, labels, memory
+from fedjax_pfl import options
 
 # The splits in the names of files or of their folders
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -352,7 +353,7 @@ def _read(path: pathlib.Path, read: Callable[[Any], Iterator[Any]]) -> Iterator[
         with parquet.ParquetFile(path) as opened:
             yield from read(opened)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = files.reason(error)
+        reason = options.reason(error)
         if isinstance(error, FileNotFoundError):
             reason = "there is no such file"
         if isinstance(error, pyarrow.ArrowException):

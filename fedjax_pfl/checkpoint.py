@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import json_text
+from fedjax_pfl import json_text, options
 from fedjax_pfl.rows import views
 
 KEEP = 2
@@ -129,7 +129,7 @@ def _one_error(path: pathlib.Path) -> Iterator[None]:
     except (ValueError, RuntimeError) as error:
         code = re.search(r"os_error_code='(\d+)'", str(error))
         number = int(code[1]) if code else errno.EIO
-        reason = os.strerror(number) if code else str(error).split("\n")[0]
+        reason = os.strerror(number) if code else options.reason(error)
         raise OSError(number, reason, str(path)) from error
     else:
         # After a failure it stays, because the late threads have not ended yet.
@@ -146,8 +146,9 @@ def prepare() -> None:
     try:
         _checkpointer()
     except (ImportError, MemoryError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
-        raise OSError(f"orbax-checkpoint cannot be imported: {reason}") from error
+        raise OSError(
+            f"orbax-checkpoint cannot be imported: {options.reason(error)}"
+        ) from error
 
 
 def last_host(folder: pathlib.Path) -> dict | None:

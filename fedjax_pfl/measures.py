@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import metric_kinds, stacked
+from fedjax_pfl import metric_kinds, options, stacked
 
 # The most numbers that the host turns into metrics at once
 FINISHED_NUMBERS = 1 << 22
@@ -258,7 +258,7 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
             is_scalar = not any(one.shape for one in found)
             padding = measure.sums(*no_rows) if is_scalar else ()
         except Exception as error:  # whatever the user's function raises
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            reason = options.reason(error)
             raise ValueError(
                 f"eval_metrics: {measure.name} fails on logits [B, {num_classes}], "
                 f"labels [B] and a mask [B] ({reason})"

@@ -191,7 +191,7 @@ def custom(given: Any, option: str = "client_optimizer") -> Custom:
         except Exception as error:  # whatever the user's function raises
             raise ValueError(
                 f"{option}: expected a function of the learning rate that makes an "
-                f"optax.GradientTransformation, but it fails ({_reason(error)})"
+                f"optax.GradientTransformation, but it fails ({options.reason(error)})"
             ) from error
     if not isinstance(made, optax.GradientTransformation):
         kind = type(given if made is None else made).__name__
@@ -225,7 +225,7 @@ def _tried(own: Custom) -> Custom:
     except Exception as error:  # whatever the user's functions raise
         raise ValueError(
             f"{own.option}: {own} fails on gradients and parameters alone, or on a "
-            f"learning rate that is traced ({_reason(error)})"
+            f"learning rate that is traced ({options.reason(error)})"
         ) from error
     if _kinds(before) != _kinds(after):
         raise ValueError(
@@ -233,10 +233,6 @@ def _tried(own: Custom) -> Custom:
             "state in a step"
         )
     return own
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _kinds(tree: Any) -> list[tuple[Any, Any]]:

@@ -214,6 +214,12 @@ def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
         raise ValueError(f"--{name}={value}: expected at most {most}, {why}; lower it")
 
 
+def reason(error: BaseException) -> str:
+    """An error's first line, of at most 200 characters, or else its type's name."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first if len(first) <= 200 else f"{first[:196].rsplit(' ', 1)[0]} ..."
+
+
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
     """Raises ValueError for options without effect that are not at their defaults.
 

@@ -11,7 +11,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from fedjax_pfl import types
+from fedjax_pfl import options, types
 from models import own_checks, own_linen, own_nnx, own_pair, own_split, stages
 
 FORMS = (
@@ -249,7 +249,7 @@ def _at_width(factory: Callable[..., Any], rate: float = 1.0, scaler: Any = 1.0)
     except Exception as error:  # a custom function may raise anything
         raise ValueError(
             f"model: {own_nnx.name(factory)}(width={rate:g}) fails "
-            f"({own_checks.reason(error)}); expected a function of width alone, or of "
+            f"({options.reason(error)}); expected a function of width alone, or of "
             "width and scaler"
         ) from error
 

@@ -10,11 +10,6 @@ import numpy as np
 from fedjax_pfl import types, widths
 
 
-def reason(error: Exception) -> str:
-    """The first line of what a user's code has raised."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-
-
 def moved(tree: Any) -> Any:
     """Slightly changes arrays, because a last layer of zeros would hide everything."""
     leaves, structure = jax.tree.flatten(tree)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from models import own_checks, own_stage
+from fedjax_pfl import options
+from models import own_stage
 
 
 class Group(NamedTuple):
@@ -193,7 +194,7 @@ def _drawn(given: Any, layers: Any, rngs: nnx.Rngs) -> nnx.Module:
         whole = given(rngs=rngs) if "rngs" in names else given(rngs)
     except Exception as error:  # a custom class may raise anything
         raise ValueError(
-            f"model: {name(given)}(rngs) fails ({own_checks.reason(error)}); expected "
+            f"model: {name(given)}(rngs) fails ({options.reason(error)}); expected "
             "an nnx module, or a class or function that makes one of nnx.Rngs alone"
         ) from error
     if not isinstance(whole, nnx.Module):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx, traverse_util
 
+from fedjax_pfl import options
 from models import own_checks, own_linen, own_nnx, own_stage, stages
 
 Staged = tuple[tuple[str, Any], ...]
@@ -183,7 +184,7 @@ def at(whole: Any, names: tuple[str, ...], example: jax.ShapeDtypeStruct) -> Sta
         raise
     except Exception as error:  # a custom module may raise anything
         raise ValueError(
-            f"{line}: the module fails ({own_checks.reason(error)})"
+            f"{line}: the module fails ({options.reason(error)})"
         ) from error
     known = list(dict.fromkeys(calls))
     for name in names:
@@ -242,7 +243,7 @@ def check(
     except Exception as error:  # a custom module may raise anything
         raise ValueError(
             f"split={list(names)}: its stages cannot be called one after another "
-            f"({own_checks.reason(error)}); give model=[Body(), Head()]"
+            f"({options.reason(error)}); give model=[Body(), Head()]"
         ) from error
     if not is_same:
         raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 
 import algorithms
 import models
-from fedjax_pfl import shapes, types
+from fedjax_pfl import options, shapes, types
 from launch.assemble import computed
 from launch.config import schema, sweep
 from models import own_checks, stages
@@ -43,7 +43,7 @@ def check_model(
         # Other errors are in terms of jax and flax.
         cause, cure = "", "take another model, for instance mlp"
         if isinstance(error, stages.UnfitError):
-            cause = f" ({str(error).splitlines()[0]})"
+            cause = f" ({options.reason(error)})"
             if is_text:
                 cure = "take another model or width"
             elif len(shape) == 3:
@@ -128,15 +128,15 @@ def _check_logits(
         if jax.tree.structure(moved) != jax.tree.structure(variables.stats):
             raise ValueError("its collections grow in train mode; sow nothing")
     except Exception as error:  # a custom module may raise anything
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = options.reason(error)
         kind = "f32" if model.takes == "numbers" else "int32"
         cure = "change its modules"
-        if "required positional argument" in reason[0]:
+        if "required positional argument" in reason:
             cure = "a linen module takes `train`, `training`, `deterministic` or "
             cure += "`use_running_average`; give other arguments a default"
         raise ValueError(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
-            f"{', '.join(map(str, shape))}] ({reason[0][:200]}); {cure}"
+            f"{', '.join(map(str, shape))}] ({reason}); {cure}"
         ) from error
     odd = {str(leaf.dtype) for leaf in jax.tree.leaves(variables.params)}
     odd = sorted(kind for kind in odd if "float" not in kind)

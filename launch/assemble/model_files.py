@@ -35,7 +35,7 @@ from flax import serialization, traverse_util
 
 import models
 from data import dataset, files, labels
-from fedjax_pfl import checkpoint, shapes, types, widths
+from fedjax_pfl import checkpoint, options, shapes, types, widths
 from fedjax_pfl import teacher as teacher_lib
 from launch.assemble import fit
 
@@ -289,8 +289,9 @@ def read(path: Any) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # msgpack, zipfile and numpy have various errors
-        reason = (str(error) or type(error).__name__).splitlines()[0][:160]
-        raise ValueError(f"{path} is not a model's file ({reason})") from error
+        raise ValueError(
+            f"{path} is not a model's file ({options.reason(error)})"
+        ) from error
     return tree
 
 

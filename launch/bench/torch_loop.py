@@ -71,8 +71,8 @@ def _device(torch: Any, asked: Options) -> Any:
     try:
         return torch.empty(0, device=asked.torch_device).device
     except (RuntimeError, AssertionError) as error:
-        line = str(error).splitlines()[0]
-        raise ValueError(f"--torch_device={asked.torch_device}: {line}") from error
+        line = f"--torch_device={asked.torch_device}: {options.reason(error)}"
+        raise ValueError(line) from error
 
 
 @ending.command

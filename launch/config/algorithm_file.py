@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from data import files
+from fedjax_pfl import options
 
 _FORM = re.compile(r"(.+\.py)(?::(\w+))?", re.DOTALL)  # its path, and a name in it
 _EXPECTED = "expected a dataclass HParams and a function make(hparams, task)"
@@ -192,5 +193,5 @@ def _reason(error: BaseException, path: pathlib.Path) -> str:
     if isinstance(error, SyntaxError) and error.filename in (str(path), "<unknown>"):
         lines, error = [error.lineno], SyntaxError(error.msg)
     if not lines:
-        return files.reason(error)
-    return f"line {lines[-1]}: {type(error).__name__}: {files.reason(error)}"
+        return options.reason(error)
+    return f"line {lines[-1]}: {type(error).__name__}: {options.reason(error)}"

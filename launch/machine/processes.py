@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from fedjax_pfl import options
 from fedjax_pfl.rows import views
 
 # Seconds until all processes must have joined, until a dead one is noticed, until all
@@ -108,9 +109,8 @@ def start(given: str) -> None:
                 shutdown_timeout_seconds=END_SECONDS,
             )
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             hint = "give HOST:PORT,COUNT,INDEX" if given == "auto" else "start again"
-            raise ValueError(f"{flag}: {reason[0][:200]}; {hint}") from error
+            raise ValueError(f"{flag}: {options.reason(error)}; {hint}") from error
         watch(f"error: {_lost()}")
 
 
@@ -246,8 +246,7 @@ def reaching() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if not jax.distributed.is_initialized() or "RESOURCE_EXH" in str(error):
             raise
-        reason = str(error).strip().splitlines()[0][:150]
-        raise Lost(_lost(reason)) from error
+        raise Lost(_lost(options.reason(error))) from error
 
 
 def meet(what: str) -> None:

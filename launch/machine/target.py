@@ -8,7 +8,6 @@ the memory and the kernels, whose times nothing estimates.
 """
 
 import os
-import textwrap
 from typing import Any, NamedTuple
 
 import jax
@@ -143,8 +142,7 @@ def devices(name: str) -> list[jax.Device]:
             _compile_for(made.devices[0])
         return list(made.devices)
     except Exception as error:  # of several kinds, by what is missing
-        line = (str(error) or type(error).__name__).splitlines()[0]
-        reason = textwrap.shorten(line, 200, placeholder=" ...")
+        needs = f"{wanted} ({options.reason(error)})"
         raise ValueError(
-            f"--target={name} needs {wanted} ({reason}); pip install {cure}"
+            f"--target={name} needs {needs}; pip install {cure}"
         ) from error

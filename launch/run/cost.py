@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import shapes
+from fedjax_pfl import options, shapes
 from launch.assemble.assemble import assemble
 from launch.machine import memory, target
 from launch.run import narrow
@@ -198,9 +198,8 @@ def _fitting(compile: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        reason = str(error).splitlines()[0][:200]
         raise ValueError(
-            f"a program does not fit into the chip's memory ({reason}); "
+            f"a program does not fit into the chip's memory ({options.reason(error)}); "
             "lower --client_chunk"
         ) from error
 

@@ -19,6 +19,23 @@ def test_nearest_names():
 
 
 @pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "ValueError"),
+        (" \n", "ValueError"),
+        ("\nfirst\r\nsecond", "first"),
+        ("word " * 40, ("word " * 40).strip()),
+        ("word " * 41, "word " * 39 + "..."),
+        ("x" * 201, "x" * 196 + " ..."),
+    ],
+)
+def test_an_error_in_one_line(text, reason):
+    """A long line is cut between words, where it has words."""
+    assert options.reason(ValueError(text)) == reason
+    assert len(reason) <= 200
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"client_lr": -1.0}, "--client_lr=-1.0: expected at least 0"),
