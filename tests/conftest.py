@@ -52,6 +52,7 @@ SIX = {"preset": "none", "model": "narrow", "devices": 1, "rounds": 2}
 SIX |= {"num_clients": 6, "clients_per_round": 3, "local_epochs": 1}
 # Above so many bytes a worker forgets the programs that its tests compiled.
 MEMORY = 800_000_000
+FOUND = pytest.StashKey[set[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -81,13 +82,20 @@ def _compilation_cache(_cache_folder):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Cases that slow.txt names are slow."""
+    config.stash[FOUND] = {item.nodeid for item in items}
     lines = (pathlib.Path(__file__).parent / "slow.txt").read_text().splitlines()
     slow = {f"tests/{line}" for line in lines if not line.startswith("#")}
     for item in items:
         if item.nodeid in slow:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def found(pytestconfig):
+    """The names of all cases of a run's files, also of those that it leaves out."""
+    return pytestconfig.stash[FOUND]
 
 
 def write_npz(path, num_rows=240, shape=(8, 8, 1), num_classes=4, clients=None, seed=0):

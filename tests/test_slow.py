@@ -19,5 +19,12 @@ def test_names_are_of_tests(file):
             assert f"def {test}(" in text
 
 
+def test_names_are_of_cases(found):
+    """So would a case whose parameters changed; of the files that are in this run."""
+    files = {one.split("::")[0] for one in found}
+    names = {f"tests/{name}" for name in NAMES}
+    assert not {name for name in names - found if name.split("::")[0] in files}
+
+
 def test_they_are_in_order():
     assert NAMES and NAMES == sorted(set(NAMES))
