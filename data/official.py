@@ -219,7 +219,7 @@ def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 def _reason(error: Exception) -> str:
     """One line about an error, and what to do."""
-    reason = "".join(c if c.isprintable() else "?" for c in options.reason(error))
+    reason = options.reason(error)
     if isinstance(error, FileNotFoundError):
         reason = "there is no such file"
     return f"{reason}; fetch it again"

@@ -215,9 +215,14 @@ def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """An error's first line, of at most 200 characters, or else its type's name."""
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return first if len(first) <= 200 else f"{first[:196].rsplit(' ', 1)[0]} ..."
+    """An error in one line of at most 200 characters, or else its type's name."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    line = "".join(one if one.isprintable() else "?" for one in line)
+    if len(line) <= 200:
+        return line
+    # Between words, if there are several near the end.
+    end = line.rfind(" ", 150, 197)
+    return f"{line[: end if end > 0 else 196]} ..."
 
 
 def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:

@@ -340,6 +340,7 @@ def experiment(**given: Any) -> Experiment:
     """
     chosen = given.pop("target", None)
     if chosen is not None:
+        target.chip(chosen)
         devices.keep_compiled("off")  # for a chip that is not there
         target.devices(chosen)  # before jax looks for chips that are there
     settings = given_lib.settled(**given)

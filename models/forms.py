@@ -212,11 +212,9 @@ def chosen(
     if setting.platform == "cpu" and has_slices(given) and side > 1:
         height, width = places(given[1:3], side, stride, padding)
         columns = width * given[3]
-        # With fewer columns it takes longer to read the kernel for a row than the row.
-        has_rows = columns >= features
         num_bytes = 4 * side**2 * channels * height * columns
-        is_large = rows.suits(num_bytes, setting)
-        return "rows" if has_rows and is_large else "patches"
+        has_rows = rows.suits(num_bytes, columns, features, setting)
+        return "rows" if has_rows else "patches"
     if setting.platform != "tpu":
         return "patches"
     if side == 1:

@@ -3,8 +3,9 @@
 Small products wait for memory there: patches, the pool and its gradient take more of a
 step than the multiplications. So the input is split once into its four parities. The
 four places of a pool's window are then four slabs of every row of patches, and the pool
-is a maximum of slabs. What it leaves out is not computed. Large layers run row by row
-(`models.rows`). It agrees with `forms.patches` and `forms.pooled` up to rounding.
+is a maximum of slabs. What it leaves out is not computed. Where a device has one core,
+large layers run row by row (`models.rows`). It agrees with `forms.patches` and
+`forms.pooled` up to rounding.
 """
 
 from typing import Any
@@ -44,8 +45,9 @@ def convolve(h: jax.Array, kernel: jax.Array, padding: str) -> jax.Array:
     """
     batch = h.shape[-1]
     maps, layout, (height, width) = forms.split(h, len(kernel), padding, pool=2)
-    if rows.suits(layout.patch_bytes * len(h), execution.setting()):
-        matrix = kernel.reshape(-1, kernel.shape[-1])
+    num_bytes, features = layout.patch_bytes * len(h), kernel.shape[-1]
+    if rows.suits(num_bytes, layout.size[1], features, execution.setting()):
+        matrix = kernel.reshape(-1, features)
         out = rows.product(matrix, maps, layout)
     else:
         out = forms.product(kernel, rows.all_windows(maps, layout))

@@ -20,8 +20,8 @@ def linear(
 
     Whoever makes it gives it its derivatives, in both directions, by jax's
     `ad.deflinear2` or `ad.defbilinear`. `fn` takes arrays of `num_axes` axes each, and
-    any number of leading axes is mapped. `shape_of` is `(*shapes, **params) -> shape`
-    of the result without leading axes.
+    any number of leading axes is mapped; all have one type. `shape_of` is `(*shapes,
+    **params) -> shape` of the result without leading axes.
     """
     made = core.Primitive(name)
 

@@ -55,12 +55,17 @@ class Layout(NamedTuple):
         return found.astype(np.int32), length // count
 
 
-def suits(patch_bytes: int, setting: execution.Setting) -> bool:
+def suits(
+    patch_bytes: int, columns: int, features: int, setting: execution.Setting
+) -> bool:
     """Whether row by row costs less than all windows at once.
 
-    `patch_bytes` is for all windows, and `setting` knows whether a device has one core.
+    `patch_bytes` is for all windows, and `columns` is of a row. `setting` knows whether
+    a device has one core.
     """
-    return setting.one_core and patch_bytes > PATCH_BYTES
+    # With fewer columns it takes longer to read the kernel for a row than the row.
+    has_columns = columns >= features
+    return setting.one_core and patch_bytes > PATCH_BYTES and has_columns
 
 
 def product(kernel: jax.Array, maps: jax.Array, layout: Layout) -> jax.Array:
@@ -101,7 +106,7 @@ def _added(
 
 
 def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    """A product of matrices that sums in float32 at least."""
+    """A product of matrices, of which those in bfloat16 are summed in float32."""
     # As `forms.summed_in`
     kind = jnp.float32 if a.dtype == jnp.bfloat16 else None
     dims = (((axis_a,), (axis_b,)), ((), ()))

@@ -131,7 +131,7 @@ def _check_logits(
         reason = options.reason(error)
         kind = "f32" if model.takes == "numbers" else "int32"
         cure = "change its modules"
-        if "required positional argument" in reason:
+        if "required positional argument" in str(error):
             cure = "a linen module takes `train`, `training`, `deterministic` or "
             cure += "`use_running_average`; give other arguments a default"
         raise ValueError(

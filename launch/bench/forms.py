@@ -24,7 +24,7 @@ from launch.tables import cells
 from models import forms, mixed
 
 RULE = "rule"
-# Rows suit the caches of a CPU, which a chip that is compiled for has not.
+# Rows suit the caches of a CPU. The chips that this command compiles for have none.
 FORMS = [*(form for form in forms.FORMS if form != "rows"), RULE]
 
 

@@ -160,7 +160,7 @@ def _flops(model: types.Model, example_shape: tuple[int, ...]) -> float:
     def loss(params, stats, image):
         return model.forward(params, stats, image)[0].sum()
 
-    # XLA counts a loop's body only once, and this form has no loop.
+    # XLA counts a loop's body only once, and no product of this form is in a loop.
     with execution.traced_in(execution.Setting(form="patches")):
         lowered = jax.jit(jax.grad(loss)).lower(params, stats, image)
     return float(lowered.cost_analysis()["flops"]) / 32

@@ -74,15 +74,16 @@ class Progress(Listener):
         self._evaluations += bool(records)
         self._foretell(run)
         shown = self._headline(records, run.points) if records else _loss(run)
-        is_new = shown and (records or not self._has_shown or self._is_silent())
+        is_new = bool(shown) and (bool(records) or not self._has_shown)
+        is_new = is_new or self._is_silent()
         if self._bar is not None:
             self._bar.update(run.round - self._bar.n)
             if is_new:
                 self._bar.set_postfix(shown)
         elif is_new:
-            text = "  ".join(f"{name} {value}" for name, value in shown.items())
+            text = "".join(f"{name} {value}  " for name, value in shown.items())
             print(
-                f"round {run.round}/{run.config.rounds}  {text}  "
+                f"round {run.round}/{run.config.rounds}  {text}"
                 f"({time.perf_counter() - self._begin:.0f} s{self._left(run)})",
                 flush=True,
             )

@@ -23,14 +23,14 @@ def test_nearest_names():
     [
         ("", "ValueError"),
         (" \n", "ValueError"),
-        ("\nfirst\r\nsecond", "first"),
+        ("\nfirst\t one\r\n  second\x1b[31m", "first one second?[31m"),
         ("word " * 40, ("word " * 40).strip()),
         ("word " * 41, "word " * 39 + "..."),
-        ("x" * 201, "x" * 196 + " ..."),
+        ("bad: " + "x" * 200, "bad: " + "x" * 191 + " ..."),
     ],
 )
 def test_an_error_in_one_line(text, reason):
-    """A long line is cut between words, where it has words."""
+    """A long line is cut between words, where it has words near its end."""
     assert options.reason(ValueError(text)) == reason
     assert len(reason) <= 200
 

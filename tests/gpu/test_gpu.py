@@ -2,7 +2,7 @@
 
 These tests need jax's plugin for CUDA (`pip install jax-cuda13-plugin` of jax's own
 version, from 0.11 on with `nvidia-cuda-nvcc`; no other CUDA library and no driver) and
-are skipped without it.
+are skipped without the plugin.
 """
 
 import functools

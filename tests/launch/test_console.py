@@ -114,11 +114,15 @@ def test_a_line_after_silence(capsys, monkeypatch):
         monkeypatch.setattr(progress, "SILENT_SECONDS", silent)
         run.advance(1, 1.0, loss)
         shown.on_call(run, [])
+    run.advance(1, 1.0, 0.5)
+    run.simulation.metrics.clear()  # of a method that has no loss
+    shown.on_call(run, [])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  (")[0] for line in lines] == [
         "round 1/10  loss 1.500",
         "round 3/10  loss 1.000",
         "round 4/10  loss 0.750",
+        "round 5/10",
     ]
 
 

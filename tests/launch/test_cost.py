@@ -105,8 +105,10 @@ def test_kernels_by_loop():
 
 def test_without_the_compiler(unequal):
     """One line says what to install, and which chips there are."""
+    folder = jax.config.jax_compilation_cache_dir
     with pytest.raises(ValueError, match="--target=tpu:v1: expected one of tpu:v4"):
         build.experiment(algo="fedavg", dataset=unequal, target="tpu:v1")
+    assert jax.config.jax_compilation_cache_dir == folder
     if importlib.util.find_spec("libtpu") is None:
         with pytest.raises(ValueError, match="needs the TPU's compiler .* pip install"):
             build.experiment(algo="fedavg", dataset=unequal, target="tpu:v5e")
@@ -129,7 +131,8 @@ def test_a_compiler_without_an_assembler(monkeypatch):
     with pytest.raises(ValueError) as caught:
         target.devices("gpu:h100")
     assert str(caught.value) == (
-        "--target=gpu:h100 needs a GPU's compiler (No PTX compilation provider.); "
+        "--target=gpu:h100 needs a GPU's compiler (No PTX compilation provider. - "
+        "ptxas: ...); "
         f"pip install jax-cuda13-plugin=={jax.__version__} nvidia-cuda-nvcc"
     )
 

@@ -283,12 +283,18 @@ def test_a_batch_of_none_has_a_shape():
 
 
 @pytest.mark.parametrize(
-    ("batch", "one_core", "is_by_row"),
-    [(40, True, True), (40, False, False), (2, True, False)],
+    ("batch", "features", "one_core", "is_by_row"),
+    [
+        (40, 32, True, True),
+        (40, 32, False, False),
+        (2, 32, True, False),
+        (4, 28, True, True),
+        (4, 29, True, False),  # a row has 28 columns
+    ],
 )
-def test_large_layers_go_by_rows_on_one_core(batch, one_core, is_by_row):
+def test_large_layers_go_by_rows_on_one_core(batch, features, one_core, is_by_row):
     """14x14 maps of 32 channels have 627 KB of patches an image."""
-    layer, x = stages.Conv(32, 5), jnp.ones((batch, 14, 14, 32))
+    layer, x = stages.Conv(features, 5), jnp.ones((batch, 14, 14, 32))
     with execution.traced_in(execution.Setting("cpu", one_core=one_core)):
         text = str(jax.make_jaxpr(layer.init)(jax.random.key(0), x))
     assert ("rows_times_kernel" in text) == is_by_row
