@@ -242,7 +242,8 @@ def _tfds(
         examples = [example for source in sources for example in source]
     except ImportError as error:
         raise ValueError(
-            f"--dataset={name} needs the package tensorflow-datasets ({error}); {way}"
+            f"--dataset={name} needs the package tensorflow-datasets "
+            f"({options.reason(error)}); {way}"
         ) from error
     except Exception as error:  # tfds raises its own and its downloader's errors
         reason = options.reason(error)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedjax_pfl import options
 from launch.experiment import Experiment
 
 
@@ -243,7 +244,7 @@ def imported_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise ValueError(f"torch is not installed ({error})") from error
+        raise ValueError(f"torch is not installed ({options.reason(error)})") from error
     return torch
 
 
