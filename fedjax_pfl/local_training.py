@@ -389,7 +389,7 @@ def _tested(client: each_client.Client, variables: types.Variables) -> losses.Pa
     mine, wanted = (jax.tree.map(jnp.shape, one) for one in (variables, wanted))
     if mine != wanted:
         raise ValueError(
-            "--eval_moments=both: what a client trains here is not the model that "
+            "--eval_moments: what a client trains here is not the model that "
             "serves it, and cannot be measured alone; omit it"
         )
     test = data.partition.test

@@ -234,7 +234,9 @@ def refuse(values: Any, names: tuple[str, ...], reason: str) -> None:
         value = getattr(values, field.name)
         is_traced = isinstance(value, jax.Array)
         if field.name in names and not is_traced and value != field.default:
-            raise ValueError(f"--{field.name}={value} has no effect {reason}; omit it")
+            # Perhaps a preset has set it.
+            cure = f"give --{field.name}={text(field.default)}"
+            raise ValueError(f"--{field.name}={value} has no effect {reason}; {cure}")
 
 
 def is_off(value: Any) -> bool:

@@ -93,17 +93,17 @@ def has_data(preset: str, dataset: str) -> bool:
 
 def default_text(option: str, own: str, preset: str, facts: Mapping[str, Any]) -> str:
     """An option's default and where it comes from: `30 (--preset=cdkt)`."""
-    owner, value, by_data = BASE, None, False
+    owner, value, others = BASE, None, set()
     for name, rule in rules(preset):
         known = {k: v for k, v in rule.when.items() if k in facts}
         if option not in rule.options or not Rule(known, {}).holds(facts):
             continue
         if known.keys() == rule.when.keys():
-            owner, value, by_data = name, rule.options[option], False
+            owner, value, others = name, rule.options[option], set()
         else:
-            by_data = True
+            others |= rule.when.keys() - known.keys()
     origin = [f"--preset={owner}"] if owner != BASE else []
-    origin += ["differs with --dataset"] if by_data else []
+    origin += [f"differs with --{other}" for other in sorted(others)]
     text = own if value is None else repr(value)
     return f"{text} ({', '.join(origin)})" if origin else text
 

@@ -443,8 +443,9 @@ class Machine:
     client_state: str = option(
         "device",
         "where the models and optimizer states of clients are kept: device (of several "
-        "each has a part), replicated (all on every device), host (its memory), or a "
-        "folder (a file there); the device then has those that train",
+        "each has a part, or on a CPU a copy of at most 1 GiB in all), replicated (all "
+        "on every device), host (its memory), or a folder (a file there); the device "
+        "then has those that train",
         role=EXECUTION,
     )
     precision: str = option(

@@ -99,7 +99,7 @@ def test_off_is_a_static_zero():
 def test_options_without_effect_are_refused():
     """Unless they are at their default, or traced."""
     changed = local_training.LocalTraining(client_lr=0.3)
-    message = "--client_lr=0.3 has no effect without clients; omit it"
+    message = "--client_lr=0.3 has no effect without clients; give --client_lr=0.05"
     with pytest.raises(ValueError, match=message):
         options.refuse(changed, ("client_lr",), "without clients")
     options.refuse(changed, ("batch_size",), "without clients")

@@ -449,6 +449,7 @@ def test_an_option_without_a_default():
         ("cdkt", "model", "automatic (differs with --dataset)"),
         ("cdkt", "preset", "'cdkt'"),
         ("cdkt", "label_mix", "0.5"),
+        ("fedavg", "partition_alpha", "0.5 (differs with --partition)"),
         ("local", "rounds", "20"),
         ("local", "public_set", "'none'"),
         ("fedmd", "public_set", "'none' (differs with --dataset)"),
