@@ -42,7 +42,10 @@ from fedjax_pfl import averaging, local_training, shapes, types
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
     own_weight: float = fp.option(
-        0.5, "weight of a client's own model [alpha]", minimum=0, maximum=1
+        0.5,
+        "weight of a client's own model [alpha], the first if it is learned",
+        minimum=0,
+        maximum=1,
     )
     learn_weight: bool = fp.option(
         True, "let each client learn its weight, one step in each round"

@@ -73,6 +73,9 @@ SENT_SHARE = 0.2  # of the parameters, with --sparsify
 
 @dataclasses.dataclass(frozen=True)
 class HParams(decentralized.Peers, fp.LocalTraining):
+    num_peers: int = fp.option(
+        5, "peers of each client at first and at least [N_com]", minimum=1
+    )
     critical_threshold: float = fp.option(
         0.01, "relative rise of the norm that is critical, -1 = always", minimum=-1
     )

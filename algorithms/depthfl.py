@@ -66,7 +66,7 @@ class HParams(levels.Levels, fp.LocalTraining):
     )
     ramp_rounds: int = fp.option(
         300,
-        "rounds until this weight is reached, about a third of all [R]",
+        "rounds until this weight is reached, a third of all or (texts) more [R]",
         minimum=1,
         is_in_rounds=True,
     )

@@ -67,7 +67,7 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         0.5, "fraction of entries that round 0 exchanges", minimum=0, maximum=1
     )
     prune_rounds: int = fp.option(
-        20, "rounds until none is exchanged, as many as --rounds", minimum=1
+        20, "rounds until none is exchanged; give as many as --rounds", minimum=1
     )
     regrow: str = fp.option(
         "gradient",

@@ -54,7 +54,8 @@ class HParams(levels.Levels, fp.LocalTraining):
     )
     masked_cross_entropy: bool = fp.option(
         False,
-        "leave classes that a client does not have out of its loss and of the mean",
+        "set logits of classes that a client does not have to 0 in its loss, and leave "
+        "these out of the mean",
     )
     static_norm: str = fp.option(
         "average",

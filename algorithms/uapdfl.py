@@ -99,8 +99,8 @@ class HParams(decentralized.Peers, fp.LocalTraining):
     )
     anchor: str = fp.option(
         "peers",
-        "mean of the peers' auxiliary representations by examples, or of these and "
-        "the own one",
+        "mean of the peers' auxiliary representations by examples, or the plain mean "
+        "of these and the own one",
         choices=("peers", "with_own"),
     )
     unit_value: float = fp.option(1.0, "value of the unit tensor, in normalised space")

@@ -31,7 +31,9 @@ class LocalTraining:
     """Options of every algorithm that trains clients with minibatches."""
 
     local_epochs: int = option(2, "epochs of local training per round", minimum=1)
-    batch_size: int = option(20, "examples per local step", minimum=1)
+    batch_size: int = option(
+        20, "examples per local step, or of each part of a step", minimum=1
+    )
     examples_per_round: int = option(
         0,
         "train on at most this many of a client's examples in an epoch, drawn anew in "

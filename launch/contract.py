@@ -1,7 +1,8 @@
 """Checks an algorithm by the rules of all: `python -m launch.contract --algo=mine.py`.
 
-It takes the options of `launch.main` but those that write files, and prints the rules
-that hold or the first that does not. In Python it is `contract.check(algo)`.
+It takes the options of `launch.main` but those that write files and those of chunks,
+which it chooses itself, and prints the rules that hold or the first that does not. In
+Python it is `contract.check(algo)`.
 """
 
 import dataclasses

@@ -328,7 +328,8 @@ def experiment(**given: Any) -> Experiment:
     * `eval_metrics`: names, or functions `(logits, labels, mask) -> (sum, count)`, as a
       list or by name;
     * `sweep`: `{"client_lr": [0.01, 0.1]}`, values of the algorithm's float options.
-      Runs of all points are trained in one program, and none is chosen as the best;
+      Runs of all points are trained in one program, and without validation rows none
+      is called the best;
     * `target`: a chip, such as `tpu:v5e`, for which the programs are compiled without
       running, see `Experiment.cost_analysis`.
 

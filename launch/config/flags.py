@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 from fedjax_pfl import options
-from launch.config import algorithm_file, flagfile, limits, registry
+from launch.config import algorithm_file, flagfile, limits, presets, registry
 
 # absl's help attributes a flag to the module that defines it, unless it disclaims it.
 flags.disclaim_key_flags()
@@ -130,8 +130,9 @@ def parse(
         swept = _values("sweep", argv[1:])
         _only("sweep", swept, "", "; all combinations are one --sweep='{}'")
         if (HELP | {"--helpfull"}) & set(arguments[1:]):
-            named = [a[10:] for a in arguments if a.startswith("--dataset=")]
-            help_for(algo, extra, named[-1] if named else "")
+            pairs = [a.removeprefix("--").partition("=") for a in arguments]
+            given = {name: value for name, _, value in pairs}
+            help_for(algo, extra, given.get("dataset", ""), given.get("preset", ""))
         fields, kinds = registry.fields_of(algo), registry.option_types(algo)
         values = defined(fields, kinds)
         if extra is not None:
@@ -166,9 +167,14 @@ def _line(error: Exception, algo: str) -> str:
 
 
 def help_for(
-    algo: str, extra: Callable[[flags.FlagValues], None] | None, dataset: str = ""
+    algo: str,
+    extra: Callable[[flags.FlagValues], None] | None,
+    dataset: str = "",
+    preset: str = "",
 ) -> NoReturn:
     """Prints an algorithm's options by group, and exits; ValueError if unknown."""
+    if preset:
+        options.check_one_of("preset", preset, presets.PRESETS)
     known, kinds = registry.fields_of(algo), registry.option_types(algo)
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
     for group, names in registry.groups_of(algo).items():
@@ -176,7 +182,7 @@ def help_for(
         for name in names:
             meta = options.metadata(known[name])
             choices = "|".join(meta["choices"]) or kinds[name].__name__
-            default = registry.default_text(algo, name, dataset)
+            default = registry.default_text(algo, name, dataset, preset)
             about = meta["help"] or "a field of HParams"
             print(f"  --{name}=<{choices}>\n      {about}; {default}")
     if extra is not None:

@@ -103,9 +103,13 @@ def default_text(option: str, own: str, preset: str, facts: Mapping[str, Any]) -
         else:
             others |= rule.when.keys() - known.keys()
     origin = [f"--preset={owner}"] if owner != BASE else []
-    origin += [f"differs with --{other}" for other in sorted(others)]
+    origin += [f"differs with {_WORDS.get(one, f'--{one}')}" for one in sorted(others)]
     text = own if value is None else repr(value)
     return f"{text} ({', '.join(origin)})" if origin else text
+
+
+# Conditions that are no options
+_WORDS = {"max_examples": "few examples", "image_shape": "small gray images"}
 
 
 def describe(preset: str) -> str:
@@ -115,7 +119,7 @@ def describe(preset: str) -> str:
     fixed = {k: v for rule in own if not rule.when for k, v in rule.options.items()}
     pairs = [f"{name}={options.text(value)}" for name, value in fixed.items()]
     more = sorted({name for rule in own if rule.when for name in rule.options})
-    tail = f"; by --dataset or --algo: {', '.join(more)}" if more else ""
+    tail = f"; by data, partition or algorithm: {', '.join(more)}" if more else ""
     joined = " and ".join(filter(None, (*base, " ".join(pairs))))
     return f"{about}: {joined}{tail}"
 

@@ -183,8 +183,11 @@ def groups_of(algo: Any) -> dict[str, list[str]]:
     return {group: names for group, names in groups.items() if names}
 
 
-def default_text(algo: Any, name: str, dataset: str = "") -> str:
-    """The default of an option and where it comes from, for `--help`."""
+def default_text(algo: Any, name: str, dataset: str = "", preset: str = "") -> str:
+    """The default of an option and where it comes from, for `--help`.
+
+    Without a `preset` it is the algorithm's. Own data may decide otherwise.
+    """
     entry = algorithm(algo)
     if name == "preset":
         return repr(entry.preset)
@@ -196,7 +199,7 @@ def default_text(algo: Any, name: str, dataset: str = "") -> str:
     default = fields_of(algo)[name].default
     own = "automatic" if default is None else repr(default)
     own = "no default" if default is dataclasses.MISSING else own
-    return presets.default_text(name, own, entry.preset, facts)
+    return presets.default_text(name, own, preset or entry.preset, facts)
 
 
 def asked(

@@ -253,7 +253,12 @@ class Data:
         needs={"partition": ("classes",)},
         is_needed=True,
     )
-    min_examples: int = option(2, "examples that every client must get", minimum=2)
+    min_examples: int = option(
+        2,
+        "examples, test rows among them, that every client must get; of a text by "
+        "owner, owners with fewer are left out",
+        minimum=2,
+    )
     examples_per_client: int = option(
         0,
         "use only this many examples per client on average, 0 = all",
@@ -270,7 +275,11 @@ class Data:
         "", "file to write each client's rows to, for file:PATH", role=NOWHERE
     )
     proxy_fraction: float | None = _image_option(
-        None, "fraction of every class set aside as proxy set", minimum=0, below=1
+        None,
+        "fraction of every class set aside as proxy set, on which no client trains by "
+        "itself; methods with a proxy or public set learn from it",
+        minimum=0,
+        below=1,
     )
     public_set: str | None = _image_option(
         None,
@@ -281,7 +290,7 @@ class Data:
     val_split: float = option(
         0.0,
         "set aside this fraction of each client's train rows as validation rows, "
-        "0 = none; all val_ metrics are on these",
+        "0 = none or the data's own; all val_ metrics are on these",
         minimum=0,
         below=1,
     )
@@ -338,8 +347,9 @@ class Training:
     )
     client_speed: str = option(
         "",
-        "speeds of simulated devices, lognormal:S (median 1, drawn by the partition's "
-        "seed) or file:PATH, a JSON list; records then have a clock",
+        "speeds of simulated devices, 1 = 10^9 multiply-accumulates a second: "
+        "lognormal:S (median 1, drawn by the partition's seed) or file:PATH, a JSON "
+        "list, default all 1; with it or --round_seconds records have a clock",
     )
     round_seconds: float = option(
         0.0,
@@ -358,7 +368,7 @@ class Evaluation:
     )
     eval_clients: str | None = option(
         None,
-        "clients behind c_spec, c_gen, c_per",
+        "clients behind c_spec, c_gen, c_per; selected = those of the next round",
         choices=("selected", "all"),
         needs={"c_gen": (True,)},
         is_noted=True,
@@ -380,7 +390,7 @@ class Evaluation:
         "before",
         "when clients' models are measured: before a round's local training (what "
         "serves them), after it (trained_accuracy, of the clients of the last round) "
-        "or both",
+        "or both; local and methods with peers always measure both",
         choices=("before", "after", "both"),
     )
     c_gen: bool | None = _image_option(
@@ -388,9 +398,11 @@ class Evaluation:
     )
     summary: str | None = option(
         None,
-        "how a curve becomes one number; best_validation = each seed's metrics after "
-        "the round with the best val_client_accuracy (of a text val_client_perplexity);"
-        " best = after that with the best accuracy on test rows, as others' tables do",
+        "how a curve becomes one number; last10 = of fewer than 40 rounds a quarter, "
+        "for the median without the last one; best_validation = each seed's metrics "
+        "after the round with the best val_client_accuracy (of a text perplexity, and "
+        "without clients' validation rows val_global_...); best = after that with the "
+        "best accuracy on all clients' test rows, as others' tables do",
         choices=SUMMARIES,
     )
     client_metrics: str = option(
@@ -451,7 +463,8 @@ class Machine:
     precision: str = option(
         "f32",
         "of layers: bf16 = activations and products in bfloat16, all else in float32; "
-        "tf32 or bf16_matmul = float32 with matrix products of lower precision",
+        "tf32 or bf16_matmul = float32 with matrix products of lower precision, which "
+        "a CPU ignores",
         choices=tuple(PRECISIONS),
     )
     compile_cache: str = option(

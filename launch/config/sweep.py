@@ -1,8 +1,9 @@
 """Sweeps: `--sweep='client_lr=0.01,0.03;proximal_weight=0.1,1'`, one run of all points.
 
-A point is a value for each name, and a sweep is the product of its names' values. No
-point is named the best: accuracies are those of test rows, and choosing a point by them
-would be training on the test set. A bad sweep raises a ValueError of one line.
+A point is a value for each name, and a sweep is the product of its names' values.
+Without validation rows no point is named the best: accuracies are those of test rows,
+and choosing a point by them would be training on the test set. A bad sweep raises a
+ValueError of one line.
 """
 
 import dataclasses

@@ -103,7 +103,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
     rounds, best = np.asarray(run.window), {}
     if run.config.summary in summaries.CHOSEN_BY:
-        every = [run.best_rounds(place).values() for place in range(len(points))]
+        every = [run.best_rounds(point).values() for point in points]
         of_each = np.array([list(one) for one in every])[..., 0].T
         rounds = np.array([-1])
         best = {BEST_ROUND: of_each if run.config.sweep else of_each[:, 0]}

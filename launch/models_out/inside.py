@@ -19,6 +19,16 @@ SPLITS = ("train", "val", "test")
 
 def rows(run: Run, client_id: int | str, split: str, seed: int | None) -> np.ndarray:
     """The numbers of a client's rows in the data set, int[n]; ValueError if unknown."""
+    return _numbers(run, _held(run, client_id, split, seed))
+
+
+def _numbers(run: Run, held: np.ndarray) -> np.ndarray:
+    """The data set's numbers of rows of `run.data`, which lacks dropped owners'."""
+    return held if run.row_numbers is None else run.row_numbers[held]
+
+
+def _held(run: Run, client_id: int | str, split: str, seed: int | None) -> np.ndarray:
+    """A client's rows of `run.data`, int[n]."""
     options.check_one_of("split", split, SPLITS)
     client_id = client_model.number_of(run, client_id)
     index, found = run.seed_index(seed), run.data.partition
@@ -36,8 +46,8 @@ def rows(run: Run, client_id: int | str, split: str, seed: int | None) -> np.nda
 def _asked(
     run: Run, client_id: int | str, split: str, seed: int | None, point: Any
 ) -> tuple[client_model.ClientModel, np.ndarray, np.ndarray]:
-    """A client's model, its rows, and the examples of these, where all below looks."""
-    mine = rows(run, client_id, split, seed)
+    """A client's model, its rows of `run.data`, and the examples of these."""
+    mine = _held(run, client_id, split, seed)
     if not len(mine):
         raise ValueError(f"client_id={client_id} has no rows of split={split}")
     found = client_model.find(run, client_id, seed, point)
@@ -58,7 +68,7 @@ def predictions(run: Run, *where: Any) -> pandas.DataFrame:
     label, answer = np.asarray(run.data.label[mine]), p.argmax(-1)
     return pandas.DataFrame(
         {
-            "row": mine,
+            "row": _numbers(run, mine),
             "label": names[label],
             "predicted": names[answer],
             "probability": p.max(-1),

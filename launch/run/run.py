@@ -38,8 +38,9 @@ class Run:
         simulation: State, round and counters, and methods that advance and evaluate.
         points: The points of a sweep as numbers by name, [{}] without a sweep.
         metrics: A dict per evaluated round and variant, which is a seed at a point.
-        client_accuracies: f64[variants, window, K], nan if not evaluated; with
-            `fine_tune_epochs` f64[variants, window, 2, K], before and after it. All
+        client_accuracies: f64[variants, W, K] with W = max(window, 10), nan if not
+            evaluated, of which `summary_accuracies` has those of the window; with
+            `fine_tune_epochs` f64[variants, W, 2, K], before and after it. All
             points of the first seed come first, then those of the second, ... If the
             summary is of a best round, there are that of the rounds in `eval_every`,
             and the last round's.
@@ -55,6 +56,8 @@ class Run:
             once, with its progress or, without progress, as Python warnings.
         columns: The columns of a table, None of other data.
         num_examples: Rows of the data set, without public images.
+        row_numbers: int[num_examples], the rows' numbers before owners were dropped,
+            None if none were.
         trained_before: Rows that the models from files, from which this run starts or
             learns, were trained on.
         evaluation_seconds: Seconds of this process's evaluations, without compilation.
@@ -76,7 +79,7 @@ class Run:
         self.own_sha256 = settings.own_sha256
         self.computed_sha256 = parts.computed_sha256
         self.classes, self.columns = source.classes, source.columns
-        self.num_examples = len(source.label)
+        self.num_examples, self.row_numbers = len(source.label), source.row
         self.trained_before = tuple(parts.trained_before)
         owners = source.owners if config.partition == "natural" else None
         self.owners = owners and owners[: config.num_clients]
@@ -552,7 +555,7 @@ class Run:
         """The part of a summary about one point of a sweep."""
         found = sweep.of_point(self.metrics, point), self.seeds
         if rule in summaries.CHOSEN_BY:
-            window = self.best_rounds(self.points.index(point))
+            window = self.best_rounds(point)
         metrics = summaries.summarize(*found, window, rule, self.round)
         if rule in summaries.CHOSEN_BY and metrics:
             rounds = [float(one) for (one,) in window.values()]
@@ -573,13 +576,19 @@ class Run:
         }
         return {"point": point, **out} if point else out
 
-    def best_rounds(self, point: int = 0) -> dict[int, tuple[int]]:
-        """The best round of each seed by `--summary`, at a point of a sweep."""
-        index = self.simulation.variants.index
-        return {
-            seed: (self.best_round(index(number, point)),)
-            for number, seed in enumerate(self.seeds)
-        }
+    def best_rounds(
+        self, point: Mapping[str, float] | None = None
+    ) -> dict[int, tuple[int]]:
+        """The best round so far of each seed by `--summary`; a sweep needs the point.
+
+        Raises ValueError if the summary is of other rounds, or there is no such point.
+        """
+        if (rule := self.config.summary) not in summaries.CHOSEN_BY:
+            rules = " or ".join(summaries.CHOSEN_BY)
+            raise ValueError(f"--summary={rule} chooses no round; give {rules}")
+        every = [self.variant(seed, point) for seed in self.seeds]
+        found = zip(self.seeds, map(self.best_round, every), strict=True)
+        return {seed: (round,) for seed, round in found}
 
     def diverged(self, point: Mapping[str, float] | None = None) -> int | None:
         """The first round, counted from 1, with a loss or parameter that is not finite.

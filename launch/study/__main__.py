@@ -73,9 +73,9 @@ def _methods(asked: Options) -> None:
     path = pathlib.Path(asked.table)
     folder = asked.folder or pathlib.Path("runs/study") / path.stem
     found = protocol.read(path, folder, asked.data_dir)
-    for note in found.notes:
-        print(f"note: {note}", flush=True)
     if asked.dry_run:
+        for note in found.notes:
+            print(f"note: {note}")
         print("\n".join(found.lines()), f"\n{found.estimate()}", sep="")
         return
     try:

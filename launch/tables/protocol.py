@@ -193,6 +193,11 @@ class Study:
             first = next(iter(compared.values()))
             has_val = not isinstance(first.data.partition.val, tuple)
             every += [(made.config, has_val) for made in compared.values()]
+            if self.tune and options.get("summary") == "best":
+                raise ValueError(
+                    "study: summary=best chooses rounds by test rows, which tune must "
+                    "not; omit it, or take best_validation"
+                )
             if self.tune and not has_val:
                 raise ValueError(
                     "study: tune chooses by validation rows; give val_split, or your "
@@ -431,6 +436,8 @@ class Study:
             )
         self._begin()
         self.failed, self._shows, self._told = [], progress, set()
+        for note in self.notes:
+            self._say(f"note: {note}", is_warning=True)
         for setting, base in self._units[index - 1 :: count]:
             first = self.tuning(setting, base)
             if not all([self._run(one, progress, cell_timeout) for one in first]):
@@ -443,7 +450,8 @@ class Study:
                 best, values = chosen.options[name], self.tune[name]
                 self._say(
                     f"note: {row}{where}: the best {name}, {best}, is at the end of "
-                    f"its values {values}; others may be better"
+                    f"its values {values}; others may be better",
+                    is_warning=True,
                 )
         return self
 

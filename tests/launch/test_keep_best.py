@@ -114,8 +114,11 @@ def test_an_odd_end_is_no_best_round_of_a_longer_run(
     assert build.load(folder, round=2).round == 2
 
 
-def test_rules_that_choose():
+def test_rules_that_choose(curves, blobs):
+    """Other rules have no best round."""
     assert {*summaries.CHOSEN_BY} == {*schema.CHOOSE}
+    with pytest.raises(ValueError, match="--summary=last chooses no round; give best"):
+        made(blobs, summary="last").best_rounds()
 
 
 def test_no_such_state(curves, blobs, tmp_path, capsys):

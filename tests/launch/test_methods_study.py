@@ -268,6 +268,7 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
     ("more", "line"),
     [
         ({"val_split": 0.0}, "give val_split"),
+        ({"summary": "best"}, "summary=best chooses rounds by test rows"),
         ({"control": "fedper"}, "expected one of local, fedavg, fedavg+ft"),
         ({"fine_tune_epochs": 0}, "fedavg+ft needs fine_tune_epochs"),
         ({"tune": {"proximal_weight": [1.0, 2.0]}}, "no method has the option"),
@@ -404,7 +405,8 @@ def test_more_seeds_keep_what_was_tuned(tmp_path):
     given = OPTIONS | {"tune": {"client_lr": [0.001, 0.3]}, "fine_tune_epochs": 0}
     given |= {"folder": tmp_path / "study", "client_lr": 0.5}
     for seeds in (1, 2):
-        ran = build.study(["fedavg"], **given, seeds=seeds).run(progress=False)
+        with pytest.warns(UserWarning, match="client_lr=0.5 is of no row"):
+            ran = build.study(["fedavg"], **given, seeds=seeds).run(progress=False)
         assert ran.runs()["fedavg"].clients["seeds"].tolist() == [*range(seeds)]
     names = sorted(path.name for path in (tmp_path / "study" / "runs").iterdir())
     assert [name.partition("-")[0] for name in names] == [

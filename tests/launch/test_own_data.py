@@ -189,6 +189,12 @@ def test_tables(tmp_path):
         assert one.dropped_owners == {"eridu": 1}
         assert one.config.partition == "natural" and one.config.num_clients == 2
     assert runs[0].split_sha256 == runs[1].split_sha256
+    for owner, rows in {"ur": range(17), "nippur": range(18, 48)}.items():
+        parts = [runs[0].rows(owner, split) for split in ("train", "test")]
+        assert sorted(np.concatenate(parts)) == [*rows]
+        seen = runs[0].predictions(owner)
+        np.testing.assert_array_equal(seen["row"], parts[1])
+        np.testing.assert_array_equal(seen["label"], table()["kind"][parts[1]])
     one = build.experiment(dataset=table(), **given | {"num_clients": 1})
     assert (
         "--num_clients=1 takes the first 1 of 2 owners; 17 of 47 train rows are of the "

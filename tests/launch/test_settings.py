@@ -450,6 +450,7 @@ def test_an_option_without_a_default():
         ("cdkt", "preset", "'cdkt'"),
         ("cdkt", "label_mix", "0.5"),
         ("fedavg", "partition_alpha", "0.5 (differs with --partition)"),
+        ("fedd2s", "num_clients", "50 (--preset=fedd2s, differs with few examples)"),
         ("local", "rounds", "20"),
         ("local", "public_set", "'none'"),
         ("fedmd", "public_set", "'none' (differs with --dataset)"),
@@ -475,7 +476,7 @@ def test_list_shows_what_there_is(capsys):
     assert shown["pfedsd"].split()[1] == "fedd2s"
     assert any("--preset=cdkt and ensemble=code_last" in line for line in lines)
     assert "client_optimizer=adam" in presets.describe("fedd2s")
-    assert "; by --dataset or --algo: " in presets.describe("fedd2s")
+    assert "; by data, partition or algorithm: " in presets.describe("fedd2s")
 
 
 def test_sentence():
@@ -613,9 +614,11 @@ def test_momentum_of_another_kind():
 
 
 def test_defaults_that_differ_by_data_set():
-    """Help tells that of a data set."""
+    """Help tells that of a data set, and of another preset."""
     found = registry.default_text("depthfl", "ramp_rounds", "mnist_5k")
     assert found == "5 (--preset=depthfl)"
+    found = registry.default_text("fedavg", "rounds", preset="cdkt")
+    assert found == "30 (--preset=cdkt)"
 
 
 @pytest.mark.parametrize(
