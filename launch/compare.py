@@ -160,9 +160,9 @@ def compare(
 
     An option that only some of them have is passed to those. An option that would make
     a row another method than its name says, as `head_epochs` makes FedPer FedRep, is
-    passed only to the other rows. Without a `preset` all follow that of the first
-    algorithm whose preset is a paper's. After an interrupt the finished part is
-    returned, and its `run()` continues.
+    passed only to the other rows. Without a `preset` all follow the first paper's among
+    those of the algorithms under which all can be built. After an interrupt the
+    finished part is returned, and its `run()` continues.
 
     Examples:
         >>> compared = compare(

@@ -313,8 +313,9 @@ def experiment(**given: Any) -> Experiment:
     * `algo`: a custom algorithm, a module or any object with a dataclass `HParams` and
       a function `make`, or the path of a Python file with these, `mine.py`;
     * `dataset`: arrays `(x, y)` or `(x, y, client)`, see `arrays.from_arrays`, a pandas
-      or polars DataFrame or a dict with the columns `label=` and `owner=`, or a data
-      set of torch or Hugging Face, see `doors`;
+      or polars DataFrame or a dict with the columns `label=` and `owner=`, a data set
+      of torch or Hugging Face, or a dict of these by client or by `train` and `test`,
+      see `doors`;
     * `test`, `val`: official test and validation rows beside such a `dataset`, such as
       `(x, y)` or `(x, y, client)`;
     * `model`, `client_model`: a flax linen or nnx module, a class or function that

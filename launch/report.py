@@ -24,7 +24,9 @@ class Options:
     """The options of this command."""
 
     output: str = option("report.html", "file of the page, or .md for its table")
-    control: str = option("", "run or algorithm to compare with; default the first")
+    control: str = option(
+        "", "run or algorithm to compare with; default the first, of a study its own"
+    )
     title: str = option("", "the page's title")
 
 

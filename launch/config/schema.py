@@ -97,8 +97,9 @@ class Run:
     )
     sweep: str = option(
         "",
-        "train every combination of values of the algorithm's fractions in one "
-        "program, such as 'client_lr=0.01,0.1;proximal_weight=0.1,1' for four pairs",
+        "train every combination of values of the algorithm's options that are "
+        "fractions in one program, such as "
+        "'client_lr=0.01,0.1;proximal_weight=0.1,1' for four pairs",
     )
     workdir: str = option(
         "", "folder for results; default runs/<algo>-<dataset>-...", role=NOWHERE
@@ -468,7 +469,10 @@ class Machine:
         choices=tuple(PRECISIONS),
     )
     compile_cache: str = option(
-        "", "folder of compiled programs, or off; default the user's", role=NOWHERE
+        "",
+        "folder of compiled programs, or off; default that of jax's settings or else "
+        "the user's",
+        role=NOWHERE,
     )
 
 
