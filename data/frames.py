@@ -65,8 +65,6 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
             frame = read(dtype=as_text, na_values=missing, **how)
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
         reason = options.reason(error)
-        if isinstance(error, FileNotFoundError):
-            reason = "there is no such file"
         raise ValueError(f"cannot be read as CSV: {reason}") from error
     # pandas calls a column without a name `Unnamed: 0`, and so does what it has saved.
     check_names([re.sub(r"^Unnamed: .*", "", name) for name in header.iloc[0]])

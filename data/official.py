@@ -163,7 +163,9 @@ def _joined(
             raise ValueError(f"it has no {missing[0]}")
     except Exception as error:  # damaged bytes raise various errors
         where = place if at is place else place / at
-        raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
+        raise ValueError(
+            f"{where} cannot be read: {options.reason(error)}; fetch it again"
+        ) from error
     *train, test = form.files
     image, number = zip(*(parts[one] for one in train), strict=True)
     return {
@@ -211,15 +213,9 @@ def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
                 raise ValueError("y must be 1 to 10")
         except Exception as error:  # damaged bytes raise various errors
             where = folder / name
-            raise ValueError(f"{where} cannot be read: {_reason(error)}") from error
+            raise ValueError(
+                f"{where} cannot be read: {options.reason(error)}; fetch it again"
+            ) from error
         out[f"{folder / name}: X"] = np.ascontiguousarray(image.transpose(3, 0, 1, 2))
         out[f"{folder / name}: y"] = digit.reshape(-1).astype(np.int64) % 10
     return out
-
-
-def _reason(error: Exception) -> str:
-    """One line about an error, and what to do."""
-    reason = options.reason(error)
-    if isinstance(error, FileNotFoundError):
-        reason = "there is no such file"
-    return f"{reason}; fetch it again"

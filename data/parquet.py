@@ -34,12 +34,13 @@ class Found(NamedTuple):
 
     Attributes:
         parts: The files of each split, or of "" if there is none to train on.
-        others: Names of files beside those of splits, which are not read; or else of
-            those that a split but train has.
+        unread: Names of files beside these.
+        joined: Names of files in "" that belong to a split, which is not train.
     """
 
     parts: dict[str, list[pathlib.Path]]
-    others: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
 
 
 class Columns(NamedTuple):
@@ -67,7 +68,9 @@ def find(folder: pathlib.Path) -> Found:
     if "train" not in splits.values():
         mine = [path for path in there if path.parent == folder or splits[path]]
         check_shards(mine)
-        return Found({"": mine}, tuple(names[path] for path in mine if splits[path]))
+        unread = tuple(names[path] for path in there if path not in mine)
+        joined = tuple(names[path] for path in mine if splits[path])
+        return Found({"": mine}, unread, joined)
     parts = {
         split: [path for path in there if splits[path] == split]
         for split in SPLITS
@@ -126,11 +129,15 @@ def opened(path: str, label: str = "", owner: str = "") -> Columns:
     found = find(root) if root.is_dir() else Found({"": [root]})
     if not any(found.parts.values()):
         found = _below(root)
-    notes, line = [], "files beside train that are not read: "
-    if "" in found.parts:
-        line = "there is no file of train, so that all are one table, also "
-    if found.others:
-        notes = [line + labels.listed(found.others)]
+    notes = []
+    if found.unread:
+        where = "in other folders" if "" in found.parts else "beside train"
+        notes.append(f"files {where} that are not read: {labels.listed(found.unread)}")
+    if found.joined:
+        notes.append(
+            "there is no file of train, so that all are one table, also "
+            + labels.listed(found.joined)
+        )
     first = next(iter(found.parts.values()))[0]
     chosen = _chosen(first, {label, owner, *frames.LABELS, *frames.OWNERS})
     parts = {
@@ -354,8 +361,6 @@ def _read(path: pathlib.Path, read: Callable[[Any], Iterator[Any]]) -> Iterator[
             yield from read(opened)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         reason = options.reason(error)
-        if isinstance(error, FileNotFoundError):
-            reason = "there is no such file"
         if isinstance(error, pyarrow.ArrowException):
             reason += "; fetch it again"
         raise ValueError(f"{path} cannot be read: {reason}") from error

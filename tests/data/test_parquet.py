@@ -228,6 +228,7 @@ def test_columns_that_do_not_fit(tmp_path, columns, reason):
             "",
             "one table, also test/0.parquet, val/0.pa",
         ),
+        ("a b extra/0", "a b", "", "in other folders that are not read: extra/0.pa"),
         ("data/train-0 data/test-0", "data/train-0", "data/test-0", ""),
     ],
 )
