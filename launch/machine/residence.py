@@ -93,9 +93,11 @@ def with_resident_rows(
             devices, most = how.num_devices, planner.most_owned
         count = kinds.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
-        program, state = built(task)
+        # Of as many rows as clients nothing tells whether each belongs to one.
+        tried = count + devices * (count == config.num_clients)
+        program, state = build(task), built(task._replace(num_residents=tried))[1]
         rows = jax.tree.leaves(state.private)
-        is_grouped = any(leaf.shape[1] != count for leaf in rows)
+        is_grouped = any(leaf.shape[1] != tried for leaf in rows)
     if is_grouped:
         what = "what depends on each client from the first round on"
         if len(task.client_models) > 1:

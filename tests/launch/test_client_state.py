@@ -172,6 +172,10 @@ def test_what_trained_is_saved(vectors, tmp_path):
         ({"algo": "fedavg"}, "clients of --algo=fedavg keep nothing.*omit it"),
         ({"algo": "fedict"}, "--algo=fedict keeps what depends on each client"),
         (
+            {"algo": "fedict", "clients_per_round": NUM_CLIENTS},
+            "--algo=fedict keeps what depends on each client",
+        ),
+        (
             {"algo": "perfedavg", "optimizer_state": "persist"},
             "--algo=perfedavg needs the rows of all clients .* declare shares_rows",
         ),
