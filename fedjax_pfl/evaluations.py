@@ -123,7 +123,7 @@ class Evaluations:
             counts = evaluate.joined({"serving": ()}, adapted, len(count))
             alone = score.without_measures, counts, count, 0, unseen
             found, tuned = _split_metrics(*alone)
-            values |= _fine_tuned(found)
+            values |= _fine_tuned(found) | _lost(counts)
             if accuracies is not None and tuned is not None:
                 accuracies = np.stack([accuracies, tuned])
         return values, accuracies
@@ -225,11 +225,25 @@ def _split_metrics(
 
 
 def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
-    """The means of `_split_metrics` under the names that they have after adaptation."""
+    """The means of `_split_metrics` under the names that they have after adaptation.
+
+    An accuracy without a loss is left out: it would count answers of nan.
+    """
     pairs = {"client": "fine_tuned", "unseen": "unseen_fine_tuned"}
     return {
         f"{new}_{name}": found[f"{old}_{name}"]
         for old, new in pairs.items()
         for name in _MEANS
         if f"{old}_{name}" in found
+        if name != "accuracy" or f"{old}_loss" in found
     }
+
+
+def _lost(counts: Mapping[str, Any]) -> dict[str, float]:
+    """How many clients fine-tuning gave answers that are not finite, if any."""
+    bad = [
+        ~np.isfinite(leaf.reshape(len(leaf), -1)).all(1)
+        for leaf in jax.tree.leaves(counts["own"])
+    ]
+    count = int((np.any(bad, axis=0) & counts["known"]).sum())
+    return {"fine_tuned_diverged": count} if count else {}

@@ -198,11 +198,23 @@ def _clients(entries: Entries) -> dict[str, Any]:
 
 
 def is_same(one: Entry, other: Entry) -> bool:
-    """Whether both have the same clients."""
+    """Whether both have the same clients, as far as the runs tell."""
+    runs = one.run, other.run
+
+    def differ(kept: Sequence[Mapping[str, Any]], *names: str) -> bool:
+        """Whether both have values, and other ones."""
+        sides = [[each.get(name) for name in names] for each in kept]
+        return sides[0] != sides[1] and not any(None in side for side in sides)
+
+    flags, hashes = [each.flags for each in runs], [each.hashes for each in runs]
+    if differ(hashes, "data_sha256") and differ(flags, "dataset"):
+        return False
+    # The hash of the rows has these options' files too.
+    others = "availability", "client_speed"
+    if differ(hashes, "split_sha256") and not differ(flags, *others):
+        return False
     names = ("seeds", "test_size", finished.CLASS_COUNTS)
-    return all(
-        np.array_equal(one.run.clients.get(n), other.run.clients.get(n)) for n in names
-    )
+    return all(np.array_equal(*(e.clients.get(n) for e in runs)) for n in names)
 
 
 def _moving(entries: Entries) -> list[dict[str, str]]:

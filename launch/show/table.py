@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.folder import record
 from launch.folder.record import Record
+from launch.run import summaries
 from launch.show import derived, looks, sheets, significance, words
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Value(NamedTuple):
 
     `p` is that of the difference to the control and `p_best` to the best, both
     corrected for all methods of the column; None = not tested. `gap` is the difference
-    to the control with the ends of its interval, see `significance.interval`.
+    to the control with the ends of its interval, see `significance.interval`. `of` says
+    what the numbers cover if that is not all, see `summaries.fewer`.
     """
 
     text: str
@@ -48,6 +50,7 @@ class Value(NamedTuple):
     p: float | None = None
     p_best: float | None = None
     gap: tuple[float, float, float] | None = None
+    of: str = ""
 
 
 class Column(NamedTuple):
@@ -126,7 +129,9 @@ class Table(NamedTuple):
         titles = [_latex(_head(one.metric)) for one in self.columns]
         lines += [" & ".join(["Method", *titles]) + r" \\", r"\hline"]
         for name, line in self._lines(r"\textbf{{{}}}", _latex):
-            lines.append(" & ".join([name, *line]) + r" \\")
+            # \\ would take a star or a bracket behind it for its own.
+            start = "{}" * name.startswith(("*", "["))
+            lines.append(start + " & ".join([name, *line]) + r" \\")
         lines += [r"\hline", r"\end{tabular}"]
         notes = [_latex(note) for note in self.notes]
         if notes:
@@ -156,8 +161,9 @@ class Table(NamedTuple):
 
         Where a column has values of single clients and there is a control, also `gap`,
         the difference to it, and the ends `gap_low` and `gap_high` of its 95 %
-        confidence interval, see `significance.interval`. Bytes are megabytes, as their
-        heads say.
+        confidence interval, see `significance.interval`. Where a number does not cover
+        all rounds, seeds or clients, `of` says what it does. Bytes are megabytes, as
+        their heads say.
         """
         import pandas
 
@@ -172,6 +178,8 @@ class Table(NamedTuple):
             for place, part in enumerate(("gap", "gap_low", "gap_high")):
                 if any(gaps):
                     out[head, part] = [one and scale * one[place] for one in gaps]
+            if any(covered := [value.of for value in column.values]):
+                out[head, "of"] = covered
         return pandas.DataFrame(out, index=pandas.Index(self.rows, name="method"))
 
     def __str__(self) -> str:
@@ -211,7 +219,7 @@ def made(
         raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested, missing = [], {}, {}
+    columns, untested, known_names = [], {}, set()
     for setting, found in runs.items():
         since = {row: run and record.diverged(run) for row, run in found.items()}
         bad = [row for row, round in since.items() if round is not None]
@@ -228,8 +236,7 @@ def made(
             pairs = zip(found, values, strict=True)
             values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
-            if known and name not in derived.TITLES and not any(entries.values()):
-                missing[name] = ""
+            known_names |= {name} if any(entries.values()) else set()
             has_values = any(one is not None for one in arrays.values())
             is_bold = how.better and any(entries.values()) and test != "none"
             if is_bold and not has_values:
@@ -246,8 +253,16 @@ def made(
             "Bold: the best and all that are not shown to differ from it"
             f"{beside} ({significance.TEST})."
         )
+    medians = any(run.summary["summary"].startswith("median") for run in known)
+    if medians and (test != "none" or control):
+        notes.append(
+            "Values are medians over rounds. What is of single clients, such as tests, "
+            "is of their means over the same rounds."
+        )
     notes += _diverged(runs)
-    notes += [f"{name}: no finished run has this metric." for name in missing]
+    if known:
+        missing = [n for n in metrics if n not in {*known_names, *derived.TITLES}]
+        notes += [f"{name}: no finished run has this metric." for name in missing]
     if untested:
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")
@@ -257,6 +272,9 @@ def made(
         "bottom_decile": "mean over the worst tenth of the clients",
     }
     reached = f"until the mean over clients reaches {until:g} of {other}'s"
+    main = derived.metric(derived.main_metric(known[0]), known) if known else None
+    if main and main.better == "lower":
+        reached = f"until {main.title} is down to 1 / {until:g} of {other}'s"
     about |= dict.fromkeys(derived.PLACES, reached)
     needy = [n for n in metrics if n in derived.TITLES and n != "bottom_decile"]
     if needy and not control:
@@ -265,8 +283,8 @@ def made(
         notes.append(f"{named}: these compare with a control, and none is given.")
     notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
     every = [run for found in runs.values() for run in found.values()]
-    if missing := sum(run is None for run in every):
-        notes.append(f"{missing} of {len(every)} results are not finished.")
+    if left := sum(run is None for run in every):
+        notes.append(f"{left} of {len(every)} results are not finished.")
     return Table(rows, columns, notes)
 
 
@@ -341,7 +359,7 @@ def _values(
         beside = None
         if p is not None:
             beside = significance.interval(known[row], known[control])
-        given = (*numbers, is_best, shown, p, p_best, beside)
+        given = (*numbers, is_best, shown, p, p_best, beside, summaries.fewer(entry))
         values.append(Value(how.text(entry), *given))
     return values
 

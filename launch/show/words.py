@@ -50,6 +50,7 @@ _OWN_FORMS: dict[str, dict[str, Any]] = {
     "bytes_up": _MEGABYTES,
     "bytes_down": _MEGABYTES,
     "best_round": {"digits": 0, "form": ".0f"},
+    "fine_tuned_diverged": {"digits": 1, "form": ".1f"},
 }
 
 # In the order of tables
@@ -76,6 +77,7 @@ TITLES = {
     "fine_tuned_loss": "Fine-tuned, test loss",
     "unseen_loss": "Unseen, test loss",
     "unseen_fine_tuned_loss": "Unseen, fine-tuned, test loss",
+    "fine_tuned_diverged": "Diverged in fine-tuning",
     "best_round": "Best round",
     "dropped": "dropped",
     "critical": "critical",
@@ -130,6 +132,7 @@ HEADLINES = tuple(filter(_HEADLINE.fullmatch, TITLES))
 _NEITHER_BETTER = re.compile(r"best_round|exits_disagree|dropped(_later)?|critical")
 _LOWER_BETTER = re.compile(
     r"mb_later|client_accuracy_std|(global|client)_ece(_pooled)?|bytes_(up|down)|clock"
+    r"|fine_tuned_diverged"
 )
 _OF_CLASS = re.compile(r"(global|client)_class(\d+)_accuracy(_pooled)?")
 _OF_EXIT = re.compile(r"exit(\d+)_(accuracy|loss|(masked_)?perplexity)")
@@ -149,13 +152,18 @@ def headlines(found: Collection[str]) -> list[str]:
 def metric(
     name: str, known: Mapping[str, Kind] = {}, classes: Sequence[str] = ()
 ) -> Metric:
-    """How a metric is shown; `known` are declared kinds, `classes` as in `title`."""
+    """How a metric is shown; `known` are declared kinds, `classes` as in `title`.
+
+    Of a custom function's numbers neither is better, unless its name has `accuracy`.
+    """
     kind, better = metric_kinds.of(name, known), "higher"
     plain = name.removeprefix(metric_kinds.VALIDATION)
     if _NEITHER_BETTER.fullmatch(plain):
         better = ""
     elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
+    elif metric_kinds.of(plain) is Kind.NUMBER:
+        better = ""
     form = _OWN_FORMS.get(plain, _FORMS.get(kind, {}))
     return Metric(name, kind, title(name, classes), better, **form)
 

@@ -22,6 +22,7 @@ import numpy as np
 from data import files
 from launch import ending
 from launch import experiment as experiment_lib
+from launch.folder import finished
 from launch.machine import devices, processes
 from launch.tables import cells, child, examples, here, loops
 
@@ -209,6 +210,7 @@ def run(settings: Settings) -> dict[str, Any]:
     """Trains and evaluates, or resumes an interrupted run."""
     begin = time.perf_counter()
     folder, options = pathlib.Path(settings["folder"]), settings["options"]
+    is_new = not (folder / finished.RUN_FLAGS).exists()
     done = here.stored(folder, options) or here.run(folder, options)
     return done["metrics"] | {
         "rounds": done["rounds"],
@@ -216,7 +218,8 @@ def run(settings: Settings) -> dict[str, Any]:
         "peak_memory_bytes": done["peak_memory_bytes"],
         "diverged": done["diverged"],
         "parameters_sha256": done["parameters_sha256"],
-        "minutes": (time.perf_counter() - begin) / 60,
+        # The time of a run that was interrupted is not known.
+        "minutes": (time.perf_counter() - begin) / 60 if is_new else None,
     }
 
 

@@ -238,6 +238,7 @@ class Study:
                     "own": self._files.get(base, one.own_sha256),
                     "split": one.split_sha256,
                     "tuned": trials.split_sha256(one),
+                    "files": trials.files_sha256(one),
                 }
                 for base, one in compared.items()
             }
@@ -270,8 +271,9 @@ class Study:
         names = [_slug(one) for one in (setting, base) if one]
         given = {**self._options[setting][base], **options}
         every = self._hashes[setting][base]
-        # Earlier versions had no hashes of the clients' rows.
-        kept = {one: every[one] for one in ("data", "own", "split") if one in every}
+        # Earlier versions had no hashes of the clients' rows, nor of other files.
+        names = "data", "own", "split", *["files"] * bool(every.get("files"))
+        kept = {one: every[one] for one in names if one in every}
         hashes = kept | ({"split": every[split]} if split in every else {})
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
@@ -602,6 +604,8 @@ class Study:
         is_comparable |= trial.key != trial.before
         if made.examples_sha256 != known["data"]:
             changed = "the data"
+        elif "files" in known and known["files"] != trials.files_sha256(made):
+            changed = "the first model, the teacher or the graph"
         elif is_comparable and known["split"] not in splits:
             changed = "the rows of the clients"
         if changed:

@@ -73,17 +73,18 @@ class Result(NamedTuple):
         return source and source["figures"].get(name.removeprefix(ESTIMATE))
 
     def number(self, name: str) -> float | None:
-        """A figure in its unit, averaged over seeds."""
+        """A figure in its unit, averaged over seeds; no metric of a diverged run."""
         value = self.figure(name)
         if isinstance(value, Mapping):
-            value = value["mean"]
+            value = None if self.figure("diverged") else value["mean"]
         return None if value is None else FIGURES[name].scale * value
 
     def text(self, name: str) -> str:
         """A figure as text, or why it is missing."""
         value, how = self.figure(name), FIGURES[name]
         if isinstance(value, Mapping):
-            return words.mean_and_std(value, how.scale, digits=1)
+            shown = words.mean_and_std(value, how.scale, digits=1)
+            return words.diverged(self.figure("diverged")) or shown
         if value is not None:
             return format(value if how.scale == 1 else how.scale * value, how.form)
         if name.startswith(ESTIMATE):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from data import participation
 from launch.experiment import Experiment
 from launch.run import loop, stop
 
@@ -46,7 +47,19 @@ def split_sha256(run: Experiment) -> str:
     for leaf in jax.tree.leaves(run.data.partition):
         one = np.asarray(leaf)[0]
         digest.update(np.ascontiguousarray(one[one >= 0]).data)  # without padding
+    for given in run.config.availability, run.config.client_speed:
+        digest.update(participation.file_bytes(given))
     return digest.hexdigest()
+
+
+def files_sha256(run: Experiment) -> str:
+    """Hashes the first model, the teacher and the graph that are files, "" without."""
+    graph = run.planner.graph
+    has_table = graph is not None and graph.table is not None
+    if not (run.config.init_from or run.teacher_sha256 or has_table):
+        return ""
+    both = run.data_sha256 + run.teacher_sha256  # that of data has the other two
+    return hashlib.sha256(both.encode()).hexdigest()
 
 
 def goes_on(held: Mapping[str, Any], key: Mapping[str, Any]) -> bool:

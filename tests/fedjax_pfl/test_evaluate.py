@@ -509,6 +509,22 @@ def test_clients_that_never_train_are_not_scored():
     np.testing.assert_array_equal(accuracies, [0.5, 0.75, 1])
 
 
+def test_fine_tuning_that_diverges_has_no_accuracy():
+    """Answers of nan would count as those of one class; how many had some is told."""
+    counts = {
+        "own": {"right": np.array([2, 3, 4]), "loss": np.array([1.0, np.nan, 1.0])},
+        "known": np.array([True, True, False]),
+    }
+    given = scores.Classes(), counts, np.full(3, 4), 0, np.zeros(3, bool)
+    found, _ = evaluations._split_metrics(*given)
+    assert found["client_accuracy"] == 5 / 8 and not evaluations._fine_tuned(found)
+    assert evaluations._lost(counts) == {"fine_tuned_diverged": 1}
+    counts["own"]["loss"][1] = 1.0
+    found, _ = evaluations._split_metrics(*given)
+    assert evaluations._fine_tuned(found)["fine_tuned_accuracy"] == 5 / 8
+    assert evaluations._lost(counts) == {}
+
+
 def test_official_split_has_no_client_accuracy():
     """Nobody owns a test row; what clients know of all rows can still be scored."""
     counts = {

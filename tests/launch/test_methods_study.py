@@ -561,6 +561,39 @@ def test_changed_clients_are_refused(tmp_path, tune):
         assert study().run(progress=False).failed
 
 
+def test_a_metric_of_one_setting_is_there():
+    """No line says that no run has what only a setting that has run has."""
+    more = {"tune": {}, "control": "", "fine_tune_epochs": 0, "val_split": 0.0}
+    settings = {"one": {}, "other": {"local_epochs": 2}}
+    study = made(methods=["local"], settings=settings, seeds=1, **more)
+    names = ["client_accuracy", "c_gen"]
+    lines = study.run(progress=False, shard=(1, 2)).table(names).notes
+    missing = [line for line in lines if "no finished run" in line]
+    assert missing == ["c_gen: no finished run has this metric."]
+
+
+def test_another_first_model_is_another_run(tmp_path):
+    """A study that grows has all its rows from the file as it is now."""
+    np.savez(tmp_path / "mine.npz", x=X, y=Y)
+    more = {"fine_tune_epochs": 0, "val_split": 0.0, "rounds": 1}
+    more |= {"dataset": f"npz:{tmp_path}/mine.npz"}
+    given = more | {"init_from": str(tmp_path / "first.msgpack")}
+
+    def study(*methods):
+        return build.study(methods, folder=tmp_path / "study", **OPTIONS | given)
+
+    for seed in range(2):
+        first = build.experiment(algo="fedavg", seed=seed, **OPTIONS | more)
+        first.save_model(given["init_from"])
+        if seed:
+            with pytest.warns(UserWarning, match="the first model, the teacher or"):
+                assert study("local", "fedavg").run(progress=False).failed
+            assert study("local", "fedavg", "fedprox").lines()[0].endswith("to run")
+        else:
+            study("local", "fedavg").run(progress=False, shard=(1, 2))
+            assert study("local", "fedavg").lines()[0].endswith("finished")
+
+
 def test_metrics_of_some_settings_or_rows():
     """One that has the metric is enough, in whichever order."""
     given = {"metrics": ["unseen_accuracy"], "control": "", "fine_tune_epochs": 0}
@@ -798,6 +831,16 @@ def beside(how, values):
     return table._values(how, entries, values, "a")
 
 
+def test_a_number_covers_what_it_says():
+    """A frame has how many seeds reached a goal, as the table says it."""
+    entry = {"mean": 2.0, "std": 0.0, "per_seed": [2.0], "seeds": [1], "of_seeds": 3}
+    whole = {"mean": 1.0, "std": 0.0, "per_seed": [1.0] * 3}
+    how = words.metric("peers")
+    column = table._values(how, {"a": entry, "b": whole}, {}, "")
+    frame = table.Table(["a", "b"], [table.Column("", how, column)], []).to_frame()
+    assert frame[how.title, "of"].tolist() == ["1 of 3 seeds", ""]
+
+
 def test_marks_follow_the_test():
     """A clear difference is marked and not bold; a small one is bold and unmarked."""
     gen = np.random.default_rng(0)
@@ -814,6 +857,8 @@ def test_marks_follow_the_test():
     _, below = noted.split(r"\end{tabular}")
     assert "$^\\ddagger$ worse, p $<$ .05\n5 \\% $\\pm$ 1\n" in below
     assert "%" not in noted.replace(r"\%", "")  # nothing is a comment
+    starred = made._replace(rows=["*a", "[b]", "c"]).to_latex().splitlines()
+    assert [line[:2] for line in starred[3:] if "&" in line][:2] == ["{}", "{}"]
     # Most clients are worse, and two outliers make a better mean: no mark.
     gap = np.array([[*np.linspace(-0.02, -0.01, 28), 0.9, 0.9]])
     _, other = beside(how, {"a": base[:1], "b": base[:1] + gap})

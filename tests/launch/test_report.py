@@ -9,6 +9,7 @@ import pytest
 
 import algorithms
 from launch import build, report, reproduce
+from launch.folder import record
 from launch.show import drawn, looks, sheets, svg, words
 from launch.show import page as page_lib
 from tests import synthetic
@@ -128,6 +129,20 @@ def test_curves_that_move_come_first(folders, undrawn):
     text = page_lib.page([entry])
     assert text.index("Over the rounds") < text.index("Results")
     assert '<div class="legend">' not in text and "is bold" not in text
+
+
+def test_which_runs_have_the_same_clients(folders):
+    """By their rows, which may differ where counts do not; availability is no row."""
+    one, other = (page_lib.Entry("", None, record.read(path)) for path in folders[:2])
+    assert drawn.is_same(one, other)
+    run = one.run
+    changed = run._replace(hashes=run.hashes | {"split_sha256": "of other rows"})
+    assert not drawn.is_same(one._replace(run=changed), other)
+    changed = changed._replace(flags=run.flags | {"availability": "0.5"})
+    assert drawn.is_same(one._replace(run=changed), other)
+    flags = run.flags | {"dataset": "another"}
+    changed = run._replace(flags=flags, hashes=run.hashes | {"data_sha256": "of it"})
+    assert not drawn.is_same(one._replace(run=changed), other)
 
 
 def test_columns_of_one_value(folders, undrawn):

@@ -369,6 +369,17 @@ def test_a_cell_beyond_its_row(toy, tmp_path):
     assert "client_chunk" not in first.settings["options"]
 
 
+def test_a_diverged_run_has_no_accuracy():
+    """Neither a text nor a point of a picture; what it took is known."""
+    accuracy = {"mean": 0.1, "std": 0.0, "per_seed": [0.1]}
+    figures = {"client_accuracy": accuracy, "diverged": 7, "minutes": 2.0}
+    found = results.Result(None, {"figures": figures})
+    assert found.text("client_accuracy") == "diverged in round 7"
+    assert found.number("client_accuracy") is None and found.text("minutes") == "2.0"
+    whole = results.Result(None, {"figures": figures | {"diverged": None}})
+    assert whole.text("client_accuracy") == "10.0"
+
+
 def test_an_estimate_leaves_the_chip_alone(toy, monkeypatch):
     """It is asked on the CPU, where a measured cell takes the chip that is here."""
     given = []

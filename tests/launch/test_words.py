@@ -63,6 +63,8 @@ def test_only_what_is_better_is_bold():
         "client_accuracy": (0.9, 0.8),
         "client_accuracy_std": (0.2, 0.1),
         "dropped": (0.1, 0.4),
+        "global_brier": (0.9, 0.7),
+        "global_top3_accuracy": (0.9, 0.7),
     }
     entries = [
         page_lib.Entry(name, "", run({key: pair[i] for key, pair in values.items()}))
@@ -76,6 +78,8 @@ def test_only_what_is_better_is_bold():
         "client_accuracy": [True, False],
         "client_accuracy_std": [False, True],
         "dropped": [False, False],
+        "global_brier": [False, False],  # a custom function, of which nobody knows
+        "global_top3_accuracy": [True, False],
     }
 
 
