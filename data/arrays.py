@@ -157,7 +157,7 @@ def _with_more(
                 f"{one.dtype} {list(one.shape)}; got {len(more)} arrays with "
                 f"{other.dtype} {list(other.shape)}"
             )
-    both[1], others[1] = _alike(both[1], others[1])
+    both[1], others[1] = alike(both[1], others[1])
     if client is not None:
         client = labels.as_array(client, "client")
         # Rows without an owner are told apart in `divided`.
@@ -169,15 +169,15 @@ def _with_more(
                     f"{name}: client has the shape {list(owner.shape)}, y "
                     f"{list(others[1].shape)}; give one owner for each row"
                 )
-        client = np.concatenate(_alike(client, owner))
+        client = np.concatenate(alike(client, owner))
     return *map(np.concatenate, zip(both, others, strict=True)), client
 
 
-def _alike(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both as objects if numpy would convert a number beside a text to text."""
-    if one.dtype.kind == other.dtype.kind:
-        return one, other
-    return one.astype(object), other.astype(object)
+def alike(*every: np.ndarray) -> tuple[np.ndarray, ...]:
+    """All as objects if numpy would convert a number beside a text to text."""
+    if len({one.dtype.kind for one in every if one.size}) < 2:
+        return every
+    return tuple(one.astype(object) for one in every)
 
 
 def merged(columns: Mapping[str, np.ndarray]) -> str:

@@ -162,7 +162,12 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         frame = _with_labels(_columns(given[0]), given[1:], where)
         if frame is not None:
             return Rows(None, frame, True)
-        return Rows(tuple(map(_plain, given)))
+        return Rows(
+            tuple(
+                _stacked(one, where) if _are_images(one) else _plain(one)
+                for one in given
+            )
+        )
     reason, sampler = f"got a {type(given).__name__}", getattr(given, "sampler", None)
     if isinstance(given, str):
         reason = f"got the name {given!r}; test= and val= are for data that are given "
@@ -235,7 +240,15 @@ def _of_clients(given: Any, where: str) -> Rows | None:
                 f"{list(x.shape)} and y {list(y.shape)}; expected x [N, "
                 f"{str([*first])[1:]} and y [N]"
             )
-    x, y = (np.concatenate(every) for every in zip(*parts.values(), strict=True))
+    some = {name: x for name, (x, _) in parts.items() if len(x)}
+    kinds = {x.dtype.kind: f"{x.dtype} of {name}" for name, x in some.items()}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{where}: clients differ in the type of x, "
+            f"{' and '.join(kinds.values())}; give all one"
+        )
+    every = zip(*parts.values(), strict=True)
+    x, y = (np.concatenate(arrays.alike(*one)) for one in every)
     sizes = [len(one[1]) for one in parts.values()]
     empty = [str(name) for name, size in zip(parts, sizes, strict=True) if not size]
     notes = ()
@@ -243,7 +256,9 @@ def _of_clients(given: Any, where: str) -> Rows | None:
         shown = labels.listed(empty[:3]) + ", ..." * (len(empty) > 3)
         line = f"{len(empty)} of {len(parts)} clients of dataset= have no rows and are "
         notes = (f"{line}left out: {shown}",)
-    return Rows((x, y, np.repeat(list(parts), sizes)), notes=notes)
+    # As a list, numpy would make texts of numbers beside some.
+    names = labels.as_array(list(parts), where)
+    return Rows((x, y, np.repeat(names, sizes)), notes=notes)
 
 
 def _is_listed(value: Any) -> bool:
@@ -280,10 +295,13 @@ def _columns(given: Any) -> Any:
     if hasattr(given, "collect_schema") and hasattr(given, "collect"):
         given = given.collect()  # a lazy frame of polars
     if hasattr(given, "with_format") and hasattr(given, "__len__"):
-        # Hugging Face; its numpy format rounds floats.
+        # Hugging Face; its numpy format rounds floats, and makes pixels of images
+        # without a palette.
         plain, arrays = given.with_format(None), given.with_format("numpy")
         return {
-            name: (arrays if np.ndim(_plain(value)) else plain)[name][:]
+            name: (
+                arrays if np.ndim(_plain(value)) and not _is_image(value) else plain
+            )[name][:]
             for name, value in (plain[0] if len(plain) else {}).items()
         }
     if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
@@ -393,12 +411,21 @@ def _plain(value: Any) -> Any:
         value = value.detach().cpu()
         # numpy has no bfloat16.
         value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
-    if not hasattr(value, "getbands"):
+    if not _is_image(value):
         return value
     try:
         return images.pixels_of(value)
     except ValueError as error:
         raise ValueError(f"dataset: an image cannot be taken: {error}") from error
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is an image of pillow, without importing it."""
+    return hasattr(value, "getbands")
+
+
+def _are_images(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and any(map(_is_image, values[:1]))
 
 
 def _stacked(values: Any, where: str) -> Any:

@@ -155,7 +155,7 @@ def from_frame(
     if not count or not features:
         lacking = "column beside the label and the owner" if count else "row"
         raise ValueError(f"there is no {lacking}{' to train on' * bool(column)}")
-    frame, has_owner = _joined(frame, parts, owner, owned if owner else ())
+    frame, has_owner = _joined(frame, parts, label, owner, owned if owner else ())
     num_val = 0 if parts["val"] is None else len(parts["val"])
 
     _check_numbers(frame, features)
@@ -197,6 +197,7 @@ def from_frame(
 def _joined(
     frame: pandas.DataFrame,
     parts: Mapping[str, pandas.DataFrame | None],
+    label: str,
     owner: str,
     with_owner: Collection[str],
 ) -> tuple[pandas.DataFrame, np.ndarray]:
@@ -206,6 +207,7 @@ def _joined(
     lacks the column `owner`, have none; there that column has any value.
     """
     import pandas
+    from pandas.api.types import is_bool_dtype as is_bool
 
     has_owner = np.ones(len(frame), bool)
     for name, part in parts.items():
@@ -216,7 +218,11 @@ def _joined(
         is_owned = name in with_owner and owner in part
         if owner and not is_owned:
             part = part.assign(**{owner: frame[owner].iloc[0]})
-        both = frame, _with_columns(part, frame.columns)
+        both = [frame, _with_columns(part, frame.columns)]
+        # pandas makes 1 of True beside numbers, which are labels of another kind.
+        named = [name for name in (label, owner) if name in frame]
+        mixed = [n for n in named if len({is_bool(one[n]) for one in both}) > 1]
+        both = [one.astype(dict.fromkeys(mixed, object)) for one in both]
         frame = pandas.concat(both, ignore_index=True)
         has_owner = np.append(has_owner, np.full(len(part), is_owned))
     return frame, has_owner

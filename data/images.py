@@ -229,6 +229,20 @@ def read(source: Any, take: Callable[[Any], Any]) -> Any:
         raise ValueError(reason) from error
 
 
+def _is_cut(image: Any) -> bool:
+    """Whether pillow takes 8 of more bits of an opened file, before it has done so."""
+    if image.mode.startswith("I;"):
+        return False  # all bits are there
+    for codec, _, _, args in getattr(image, "tile", ()):
+        every = args if isinstance(args, tuple) else (args,)
+        if any(isinstance(one, str) and ";16" in one for one in every):
+            return True
+        # The largest value of a PPM file
+        if codec.startswith("ppm") and any(type(x) is int and x > 255 for x in every):
+            return True
+    return False
+
+
 def pixels_of(image: Any) -> np.ndarray:
     """Returns the pixels of a pillow image, uint8 [H, W, 1 or 3].
 
@@ -236,6 +250,8 @@ def pixels_of(image: Any) -> np.ndarray:
     pixels, or more bits.
     """
     is_clear = image.mode in _TRANSPARENT or "transparency" in image.info
+    if _is_cut(image):
+        raise ValueError("it has 16 bits a channel; save it with 8 bits")
     if getattr(image, "n_frames", 1) > 1:
         reason = f"it has {image.n_frames} frames, one is expected"
     elif is_clear and image.convert("RGBA").getextrema()[3][0] < 255:

@@ -70,7 +70,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
             "one shape"
         )
     x = np.concatenate([one.x for one in rows])
-    y = np.concatenate([one.y for one in rows])
+    y = np.concatenate(arrays.alike(*(one.y for one in rows)))
     client = np.repeat([one.owner for one in rows], [len(one.y) for one in rows])
     notes, side = (), math.isqrt(x.shape[1])
     if x.ndim == 2 and layout in ("nhw", "nhwc", "nchw"):
@@ -155,6 +155,11 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
         sizes = dict(
             zip(found.get("users", ()), found.get("num_samples", ()), strict=False)
         )
+        gone = [n for n in sizes if n not in found["user_data"] and sizes[n]]
+        if gone:
+            raise ValueError(
+                f"user_data has nothing of {labels.listed(gone)}, who are among users"
+            )
         for owner, held in found["user_data"].items():
             with files.named(labels.limited(owner)):
                 one = Rows(owner, *_rows(held, sizes.get(owner)))

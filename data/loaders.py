@@ -67,6 +67,8 @@ ROWS = {
     **dict.fromkeys(("mnist", "fashion_mnist"), (60_000, 10_000)),
     **dict.fromkeys(("cifar10", "cifar100", "cifar100/coarse"), (50_000, 10_000)),
     "svhn_cropped": (73_257, 26_032),
+    "cinic10": (90_000, 90_000),
+    "tiny_imagenet": (100_000, 10_000),
 }
 # The folders in which Hugging Face's hub has their parquet files
 HUB = {"mnist": "mnist", "fashion_mnist": "fashion_mnist", "cifar10": "plain_text"}
@@ -131,14 +133,14 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     return data
 
 
-def _counted(name: str, data: dataset.Dataset) -> dataset.Dataset:
+def _counted(name: str, data: dataset.Dataset, cure: str = "") -> dataset.Dataset:
     """Says so if there are more or fewer rows than in the official files."""
     found, wanted = (data.num_train, data.num_test), ROWS[name]
     if found == wanted:
         return data
     here, there = (f"{train:,} train and {test:,}" for train, test in (found, wanted))
     line = f"{name} has {here} test rows here, and {there} in the official files"
-    return data._replace(notes=(*data.notes, line))
+    return data._replace(notes=(*data.notes, line + cure))
 
 
 def _of_hub(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
@@ -251,12 +253,16 @@ def _tfds(
             f"--dataset={name} is missing and tfds could not prepare it ({reason}); "
             f"{way}"
         ) from error
-    return dataset.Dataset(
+    made = dataset.Dataset(
         np.stack([example["image"] for example in examples]),
         np.asarray([example[label] for example in examples], np.int32),
         len(sources[0]),
         builder.info.features[label].num_classes,
     )
+    cure = ""
+    if name in _BUILDERS:
+        cure = f"; after completing them delete {builder.data_path}"
+    return _counted(name, made, cure) if name in ROWS else made
 
 
 def load_mnist_5k(name: str, data_dir: str) -> dataset.Dataset:

@@ -35,6 +35,7 @@ def made(
     splits = [partitions.split(source, _spec(config, one), one) for one in drawn_by]
     if config.export_partition:
         _export(settings, splits)
+    lines = notes.of_clients(config, source, splits[0])
     splits, vals = _with_validation(settings, splits, drawn_by)
     image, label = source.image, source.label
     if settings.public is not None:
@@ -82,7 +83,7 @@ def made(
         masked_loss=config.masked_loss,
         teacher=found.taught,
     )
-    return data, _notes(settings, found.known, stacked.test.row)
+    return data, (*lines, *_notes(settings, found.known, stacked.test.row))
 
 
 def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import algorithms
-from data import dataset, labels, loaders
+from data import dataset, labels, loaders, partitions
 from data.partitions import file
 from fedjax_pfl import (
     levels,
@@ -226,6 +226,47 @@ def of_plans(specs: Sequence[types.PlanSpec], rows: np.ndarray) -> list[str]:
         f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than the "
         f"{size} train rows of a step and take none"
     ]
+
+
+def of_clients(
+    config: schema.Config, source: dataset.Dataset, split: partitions.Split
+) -> list[str]:
+    """Lines about test rows that also train, and classes that no client has."""
+    out, label = [], source.label
+    if config.partition_draw == "overlap":
+        train, test = split.train, split.test
+        pairs = [one.owner * len(label) + one.row for one in (train, test)]
+        of_any = int(np.isin(test.row, train.row).sum())
+        if of_any:
+            own = int(np.isin(pairs[1], pairs[0]).sum())
+            out.append(
+                f"--partition_draw=overlap: {of_any} of {len(test.row)} test rows of "
+                f"clients are train rows of some client, {own} of them of the same one"
+            )
+    if source.is_text or config.partition == "classes":
+        return out
+    whole = np.bincount(label[: source.num_dealt], minlength=source.num_classes)
+    trained = np.bincount(label[split.train.row], minlength=source.num_classes)
+    if len(lost := np.flatnonzero((whole > 0) & (trained == 0))):
+        names = source.classes or [str(one) for one in range(source.num_classes)]
+        shown = labels.listed([str(names[one]) for one in lost])
+        count = int(whole[lost].sum())
+        out.append(
+            f"no client trains on {len(lost)} of {source.num_classes} classes "
+            f"({shown}), {count} row{'s' * (count > 1)} of the data"
+        )
+    if config.partition.endswith("pathological"):
+        classes = np.unique(
+            split.train.owner * source.num_classes + label[split.train.row]
+        )
+        each = np.bincount(classes // source.num_classes, minlength=config.num_clients)
+        if few := int((each < config.classes_per_client).sum()):
+            out.append(
+                f"--classes_per_client={config.classes_per_client}: {few} of "
+                f"{config.num_clients} clients train on fewer classes, as these have "
+                "too few rows"
+            )
+    return out
 
 
 def of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:

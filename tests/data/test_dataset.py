@@ -84,6 +84,15 @@ def test_refused(shape, size, channels, words):
         dataset.fitted(source(*shape), size, channels)
 
 
+def test_constants_of_numbers_far_from_zero():
+    """The deviation of a rare step on a large number, whose squares have no digit."""
+    column = np.full((20_000, 1), 1.6e9)
+    column[::1000] += 128
+    mean, scale = dataset.normalization(column, "channel")
+    assert 1 / scale == pytest.approx([column.std()], rel=1e-4)
+    assert mean == pytest.approx([column.mean()])
+
+
 def test_owners_with_few_train_rows_go_with_all_their_rows():
     """Rows of nobody stay, and the three parts keep their sizes' sense."""
     client = np.array([0, 0, 1, 2, 2, 3] + [3, 3, -1] + [-1, 1], np.int32)

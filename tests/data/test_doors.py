@@ -97,6 +97,38 @@ class HuggingFace:
         return found.astype("f4") if found.dtype == np.float64 else found
 
 
+def test_pixels_of_images_that_have_a_palette():
+    """In a column of Hugging Face, and in a list: colours, and no transparency."""
+    palette = Image(np.arange(16).reshape(4, 4) % 3).convert("P")
+    palette.putpalette([200, 0, 0, 0, 200, 0, 0, 0, 200])
+    wanted = np.asarray(palette.convert("RGB"))
+    clear = Image(np.zeros((4, 4, 4)))
+    for pictures, words in (([palette] * 12, ""), ([palette] * 11 + [clear], "transp")):
+        for given in (HuggingFace({"image": pictures, "y": Y}), (pictures, Y)):
+            if words:
+                with pytest.raises(ValueError, match=words):
+                    doors.opened(given)
+                continue
+            x = doors.opened(given)[0].arrays[0]
+            assert x.shape == (12, 4, 4, 3) and (x == wanted).all()
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({1: (X, Y), "1": (X, Y)}, "owners of one type, .* got int and str"),
+        ({"a": (X, Y), "b": (X / 255, Y)}, "differ in the type of x, uint8 of a and"),
+        ({"a": (X, Y > 0), "b": (X, Y)}, "labels of one type, .* got bool and int"),
+        ({"a": (X, Y), "b": (X, Y.astype(str))}, "labels of one type.* int and str"),
+    ],
+)
+def test_clients_of_several_kinds(given, words):
+    """They are not made alike, as numpy would."""
+    with pytest.raises(ValueError, match=words) as error:
+        doors.joined(*doors.opened(given))
+    assert "\n" not in str(error.value)
+
+
 class Series:
     """A column of polars."""
 

@@ -150,6 +150,15 @@ def test_tables_that_do_not_fit():
         frames.from_frame(twice, "species", "site")
 
 
+def test_labels_of_two_types():
+    """True of train rows and 1 of test rows are not one class."""
+    bools = FRAME.assign(species=[True, False] * (len(FRAME) // 2))
+    numbers = bools.assign(species=bools["species"].astype(int))
+    frames.from_frame(bools, "species", "site", test=bools)
+    with pytest.raises(ValueError, match="labels of one type, .* got bool and int"):
+        frames.from_frame(bools, "species", "site", test=numbers)
+
+
 @pytest.mark.parametrize(
     "raw, words",
     [

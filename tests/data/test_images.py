@@ -1,6 +1,8 @@
 """Folders of images as data sets."""
 
 import os
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -76,6 +78,31 @@ def test_modes(tmp_path, mode, suffix, channels):
     if suffix != "webp" and mode in ("L", "RGB"):
         wanted = np.array(pair[f"a__1_{suffix}"]).reshape(3, 4, channels)
         np.testing.assert_array_equal(found.image[0], wanted)
+
+
+def deep(path):
+    """Writes an image of 2x2 pixels with 16 bits a channel, which pillow cuts to 8."""
+    if path.suffix == ".ppm":
+        path.write_bytes(b"P6 2 2 65535\n" + bytes(24))
+        return
+
+    def chunk(kind, data):
+        check = zlib.crc32(kind + data)
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", check)
+
+    head = struct.pack(">IIBBBBB", 2, 2, 16, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + bytes(12)) * 2)
+    parts = chunk(b"IHDR", head), chunk(b"IDAT", rows), chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+
+
+@pytest.mark.parametrize("suffix", ["png", "ppm"])
+def test_colours_of_16_bits(tmp_path, suffix):
+    for kind in "ab":
+        (tmp_path / kind).mkdir()
+        deep(tmp_path / kind / f"1.{suffix}")
+    with pytest.raises(ValueError, match="it has 16 bits a channel; save it with 8"):
+        loaders.load(f"images:{tmp_path}", "")
 
 
 def test_gray_beside_colour(tmp_path):

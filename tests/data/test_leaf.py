@@ -100,6 +100,21 @@ def test_femnist_in_two_places(tmp_path):
     check(loaders.load("femnist", str(tmp_path)))
 
 
+def test_users_and_labels_that_differ(tmp_path):
+    """A user without rows in the file, and labels of two types, are one line each."""
+    one, other = ({name: pair} for name, pair in list(characters().items())[:2])
+    whole = json.loads(in_leaf(one)) | {"users": [*one, "gone"]}
+    write(tmp_path / "own.json", json.dumps(whole | {"num_samples": [5, 7]}))
+    with pytest.raises(ValueError, match="user_data has nothing of gone"):
+        loaders.load(f"leaf:{tmp_path}/own.json", "")
+    write(tmp_path / "own.json", json.dumps(whole | {"num_samples": [5, 0]}))
+    assert len(loaders.load(f"leaf:{tmp_path}/own.json", "").label) == 5
+    ((name, (x, y)),) = other.items()
+    write(tmp_path / "two.json", in_leaf({name: (x, y.astype(str))}))
+    with pytest.raises(ValueError, match="labels of one type, .* got int and str"):
+        loaders.load(f"leaf:{tmp_path}", "")
+
+
 def png(pixels):
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "png")

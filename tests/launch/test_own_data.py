@@ -1,5 +1,7 @@
 """Data sets that nobody prepared, from the arguments to the names in the report."""
 
+import re
+
 import numpy as np
 import pandas
 import pytest
@@ -12,6 +14,7 @@ from launch.folder import record
 from tests import synthetic
 
 pytestmark = pytest.mark.usefixtures("narrow")
+GRID = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
 CLASSES = ("cat", "cow", "dog", "eel")
 SMALL = {
     "algo": "fedavg",
@@ -126,6 +129,33 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     export.command(["export", "runs/local-own-seed0", "--client=1"])
     assert capsys.readouterr().out == "client 1 is the owner c\nmodel.msgpack\n"
     np.testing.assert_array_equal(by_channel, made.predict(1, np.moveaxis(x, 1, -1)))
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (
+            {"partition": "pathological", "partition_draw": "overlap"},
+            "test rows of clients are train rows of some client, ",
+        ),
+        (
+            {"partition": "pfllib_pathological", "num_clients": 3},
+            r"no client trains on 4 of 10 classes \(6, 7, 8, 9\), 80 rows of the data",
+        ),
+        (
+            {"partition": "pathological", "dataset": (GRID, [0] * 190 + [1] * 10)},
+            "classes_per_client=2: 11 of 20 clients train on fewer classes",
+        ),
+        ({"partition": "iid"}, ""),
+    ],
+)
+def test_what_a_partition_leaves_out(given, words):
+    """Test rows that train, classes of no client, clients with too few classes."""
+    own = {"dataset": (GRID, np.arange(200) % 10), "num_clients": 20}
+    notes = build.experiment(**SMALL | own | given).notes
+    wrong = ("some client", "no client trains", "fewer classes")
+    found = [line for line in notes if any(one in line for one in wrong)]
+    assert bool(found) == bool(words) and (not words or re.search(words, found[0]))
 
 
 def test_layout_is_part_of_a_run(tmp_path):
