@@ -38,11 +38,14 @@ class Compiled:
     """A function that is compiled ahead, once for all arguments of one shape.
 
     `where` says from the shapes of its result where that is, as shardings or formats of
-    all parts. `options` are those of `jax.jit`.
+    all parts. `options` are those of `jax.jit`. It is traced with the precision of
+    matrix products that jax has when it is made, whatever that is later.
     """
 
     def __init__(self, fn: Callable, where: Callable[[Any], Any], **options: Any):
         self._jit = functools.partial(jax.jit, fn, **options)
+        precision = jax.config.jax_default_matmul_precision
+        self._traced = functools.partial(jax.default_matmul_precision, precision)
         self._where = where
         self._by_shape: dict[Any, tuple[Callable, float]] = {}
 
@@ -56,12 +59,14 @@ class Compiled:
 
     def shapes(self, *args: Any) -> Any:
         """The shapes of its result for such arguments."""
-        return jax.eval_shape(self._jit(), *args)
+        with self._traced():
+            return jax.eval_shape(self._jit(), *args)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The function for such arguments, ready to be compiled."""
         where = self._where(self.shapes(*args))
-        return self._jit(out_shardings=where).lower(*args)
+        with self._traced():
+            return self._jit(out_shardings=where).lower(*args)
 
     def ahead(
         self, *args: Any, while_compiling: Callable[[], Any] = contextlib.nullcontext
@@ -100,10 +105,11 @@ class Program(NamedTuple):
       the state's rows.
     * `of_adapted(floats, state, cohort, data, partition, members)`, also of `evaluate`.
 
-    All arguments but `first`, `num_rounds` and `data` have a leading axis of variants,
-    or of 1 where they share it. Floats that they share are scalars. Several seeds may
-    be one vmapped call, and so may the points of one seed, as `vmaps` says for
-    `Variants.calls`. Otherwise each is a separate call.
+    `algorithm` is that of the first of several points, and `algorithm_of(floats)` that
+    of any. All arguments but `first`, `num_rounds` and `data` have a leading axis of
+    variants, or of 1 where they share it. Floats that they share are scalars. Several
+    seeds may be one vmapped call, and so may the points of one seed, as `vmaps` says
+    for `Variants.calls`. Otherwise each is a separate call.
     """
 
     init: Compiled
@@ -115,6 +121,7 @@ class Program(NamedTuple):
     vmaps: dict[str, bool]
     floats: dict[str, float]
     algorithm: types.Algorithm
+    algorithm_of: Callable[[dict[str, float]], types.Algorithm]
     num_rows: int
 
     @property
@@ -390,5 +397,6 @@ def _jitted(of: _Structure) -> Program:
         },
         floats={},
         algorithm=None,
+        algorithm_of=algorithm,
         num_rows=task.num_rows,
     )

@@ -55,7 +55,8 @@ class Parts(NamedTuple):
         computed_sha256: The hash of what custom code computes.
         points: The points of a sweep, [{}] without one.
         target: The chip for which the run is only compiled, "" = it runs here.
-        trained_before: The rows on which models from files were trained.
+        trained_before: The rows on which each model from a file was trained, None =
+            unknown.
     """
 
     settings: Settings
@@ -121,7 +122,7 @@ def assemble(
         computed_sha256=computed.sha256(found.hashes | of_others),
         points=points,
         target=target,
-        trained_before=[one.rows for one in found.known if one.rows is not None],
+        trained_before=[one.rows for one in found.known],
     )
 
 
@@ -182,7 +183,9 @@ def _program(
     scoring = _scoring(settings, data, how)
 
     def build(task: types.Task) -> program_lib.Program:
-        return program_lib.build(entry.make, hparams, task, scoring)
+        # Programs may be built again when jax has the precision of another run.
+        with jax.default_matmul_precision(schema.PRECISIONS[config.precision]):
+            return program_lib.build(entry.make, hparams, task, scoring)
 
     def parts_with(
         how: types.Execution,

@@ -57,11 +57,14 @@ class Rows(NamedTuple):
         images_sha256: uint8[32], the SHA-256 of the bytes of all examples [N, ...].
         count: N.
         trained: uint8[ceil(N / 8)], one bit for each row (`np.packbits`).
+        others: int64[], 1 if it began with or learned from a model that was trained on
+            other examples, or on rows that are not known, else 0.
     """
 
     images_sha256: np.ndarray
     count: np.ndarray
     trained: np.ndarray
+    others: np.ndarray = np.int64(0)
 
     def is_trained(self) -> np.ndarray:
         """Whether the model was trained on each row, bool[N]."""
@@ -90,19 +93,22 @@ class Known(NamedTuple):
 
 
 def rows_of(
-    image: np.ndarray, trained: np.ndarray, before: Sequence[Rows] = ()
+    image: np.ndarray, trained: np.ndarray, before: Sequence[Rows | None] = ()
 ) -> Rows:
     """Records that a model was trained on the rows `trained` of the examples.
 
-    `before` are the rows of the models that it started or learned from. Negative rows
-    are left out, and so are public images, which follow the examples.
+    `before` are the rows of the models that it started or learned from, None = unknown.
+    Negative rows are left out, and so are public images, which follow the examples.
     """
     is_trained = np.zeros(len(image), bool)
     is_trained[trained[(trained >= 0) & (trained < len(image))]] = True
     made = Rows(_sha256(image), np.int64(len(image)), np.packbits(is_trained))
     for one in before:
-        if np.array_equal(one.images_sha256, made.images_sha256):
+        is_like = one and np.array_equal(one.images_sha256, made.images_sha256)
+        if is_like:
             made = made._replace(trained=made.trained | one.trained)
+        if not is_like or one.others:
+            made = made._replace(others=np.int64(1))
     return made
 
 
@@ -124,15 +130,21 @@ def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
             f"{line} does not say on which rows its model was trained; they may be "
             "test rows of this run"
         )
+    before = " and began with or learned from another one" * int(rows.others)
     if not rows.are_of(image):
         return (
-            f"{line}: its model was trained on other examples than this run's, so that "
-            "its train rows cannot be compared with this run's test rows"
+            f"{line}: its model was trained on other examples than this run's{before}, "
+            "so that its train rows cannot be compared with this run's test rows"
         )
     is_trained = rows.is_trained()
     tests = [np.unique(row[row >= 0]) for row in test_row]
     counts = [(int(is_trained[row].sum()), len(row)) for row in tests]
     most, total = max(counts)
+    if not most and rows.others:
+        return (
+            f"{line}: its model began with or learned from another one, whose train "
+            "rows the file does not have; they may be test rows of this run"
+        )
     if not most:
         return ""
     return (
@@ -284,7 +296,9 @@ def read(path: Any) -> dict[str, Any]:
             if found is not None:
                 tree[key] = tuple(map(str, found))
         if "rows" in tree:
-            rows = Rows(*(np.asarray(tree["rows"][name]) for name in Rows._fields))
+            # Files of earlier versions do not have all.
+            kept = Rows._field_defaults | tree["rows"]
+            rows = Rows(*(np.asarray(kept[name]) for name in Rows._fields))
             tree["rows"] = rows if rows.is_trained().shape == (rows.count,) else None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}") from error

@@ -14,7 +14,7 @@ import models
 from data import arrays, dataset, doors, files, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.assemble import model_files
-from launch.config import limits
+from launch.config import limits, schema
 from launch.machine import processes
 from launch.models_out import program_file
 from launch.run import summaries
@@ -33,6 +33,7 @@ class ClientModel(NamedTuple):
         classes: The names of the classes in the order of the columns, None = 0..Y-1.
         columns: The columns of the table that it was trained on, None = no table.
         rows: Gives the rows that it was trained on, for its file.
+        precision: That of its run's matrix products, by jax's name.
     """
 
     model: types.Model
@@ -45,6 +46,7 @@ class ClientModel(NamedTuple):
     classes: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     rows: Callable[[], model_files.Rows] | None = None
+    precision: str | None = None
 
     def predict(self, images: Any) -> np.ndarray:
         """Predicts probabilities f32[N, Y] of raw images [N, ...].
@@ -137,9 +139,12 @@ class ClientModel(NamedTuple):
         image = self.data.image
         given = path, logits, image.shape[1:], image.dtype, self.model.name
         names = {"classes": self.classes, "columns": self.columns}
-        return pathlib.Path(
-            processes.on_first(lambda: str(program_file.write(*given, **names)))
-        )
+
+        def write() -> str:
+            with jax.default_matmul_precision(self.precision):
+                return str(program_file.write(*given, **names))
+
+        return pathlib.Path(processes.on_first(write))
 
     def _like(self, model: types.Model) -> types.Variables:
         return shapes.variables(model, self.data.image.shape[1:])
@@ -155,7 +160,9 @@ class ClientModel(NamedTuple):
         kind = self.data.replace(image=(), label=(), partition=())
         fixed = self.model, self.variables, kind
         parts = np.split(images, range(BATCH, len(images), BATCH))
-        return np.concatenate([np.asarray(_forward(*fixed, part)) for part in parts])
+        with jax.default_matmul_precision(self.precision):
+            found = [np.asarray(_forward(*fixed, part)) for part in parts]
+        return np.concatenate(found)
 
     def _values(self, x: Any) -> Any:
         """Puts a table's columns into the order of training; keeps other data."""
@@ -242,7 +249,8 @@ def find(
     part = jax.tree.map(lambda leaf: leaf[index], run.data.partition)
     where = execution.replicated(run.task.execution)
     data = run.data.replace(partition=execution.place(part, where))
-    model, variables = _found(run, client_id, slot, state, cohort, data)
+    algorithm = run.algorithm_at(variant)
+    model, variables = _found(run, algorithm, client_id, slot, state, cohort, data)
     sizes = config.image_size, config.image_channels, config.model_width
 
     def rows() -> model_files.Rows:
@@ -251,7 +259,8 @@ def find(
         return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
 
     names = config.layout, run.classes, run.columns
-    return ClientModel(model, variables, data, *sizes, *names, rows)
+    precision = schema.PRECISIONS[config.precision]
+    return ClientModel(model, variables, data, *sizes, *names, rows, precision)
 
 
 def _other_round(run: Run, index: int, variant: int) -> str:
@@ -272,6 +281,7 @@ def _other_round(run: Run, index: int, variant: int) -> str:
 
 def _found(
     run: Run,
+    algorithm: types.Algorithm,
     client_id: int | None,
     slot: int | None,
     state: types.RoundState,
@@ -279,9 +289,9 @@ def _found(
     data: types.Data,
 ) -> tuple[types.Model, types.Variables]:
     """Finds a client's model, which is in row `slot` of the state of one variant."""
-    algorithm, name = run.program.algorithm, run.config.algo
     if client_id is None:
         if algorithm.server is None:
+            name = run.config.algo
             raise ValueError(f"--algo={name} has no server's model; give a client_id")
         return next(iter(algorithm.server(state, data).values()))
     for group in algorithm.serving_groups(state, cohort, data, run.program.num_rows):

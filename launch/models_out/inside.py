@@ -50,7 +50,8 @@ def _asked(
     mine = _held(run, client_id, split, seed)
     if not len(mine):
         raise ValueError(f"client_id={client_id} has no rows of split={split}")
-    found = client_model.find(run, client_id, seed, point)
+    # The examples of the run are laid out already.
+    found = client_model.find(run, client_id, seed, point)._replace(layout="auto")
     return found, mine, np.asarray(run.data.image[mine])
 
 
@@ -93,7 +94,8 @@ def embeddings(run: Run, stage: int | str, *where: Any) -> np.ndarray:
     index = names.index(stage) if stage in names else stage
     if not isinstance(index, int) or not 0 <= index < len(names):
         raise ValueError(f"stage={stage!r}: expected one of {', '.join(names)}")
-    out, _ = found.model.forward(
-        *found.variables, found.data.normalised(images), stop=index + 1
-    )
+    with jax.default_matmul_precision(found.precision):
+        out, _ = found.model.forward(
+            *found.variables, found.data.normalised(images), stop=index + 1
+        )
     return np.asarray(jax.tree.leaves(out)[-1])

@@ -59,7 +59,7 @@ class Run:
         row_numbers: int[num_examples], the rows' numbers before owners were dropped,
             None if none were.
         trained_before: Rows that the models from files, from which this run starts or
-            learns, were trained on.
+            learns, were trained on, None = unknown.
         evaluation_seconds: Seconds of this process's evaluations, without compilation.
         parts_with: `Execution -> (task, program, planner)` for another chunk than the
             chosen one, None = the chunk must not change.
@@ -498,6 +498,11 @@ class Run:
             raise ValueError(f"point={point}: expected one of the sweep's, {known}")
         variants = self.simulation.variants
         return variants.index(self.seed_index(seed), self.points.index(point))
+
+    def algorithm_at(self, variant: int) -> types.Algorithm:
+        """The algorithm with the numbers of a variant's point."""
+        point = self.points[self.simulation.variants.point(variant)]
+        return self.program.algorithm_of(self.program.floats | point)
 
     def seed_index(self, seed: int | None) -> int:
         """The index of a seed, None = the first; ValueError if unknown."""

@@ -282,7 +282,8 @@ def test_embeddings_of_a_stage_with_an_exit(monkeypatch):
 
     net = SimpleNamespace(stage_names=("one", "two"), forward=forward)
     data = SimpleNamespace(normalised=lambda x: x / 2)
-    found = SimpleNamespace(model=net, variables=((), ()), data=data)
+    given = {"model": net, "variables": ((), ()), "data": data, "precision": None}
+    found = SimpleNamespace(**given)
     monkeypatch.setattr(inside, "_asked", lambda *_: (found, None, np.arange(3)))
     for index, name in enumerate(("one", "two")):
         for stage in (index, name):

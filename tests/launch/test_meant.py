@@ -159,6 +159,21 @@ def test_rows_of_a_model_s_file(trained, saved, tmp_path):
     assert alone.sum() < again.is_trained().sum()
 
 
+def test_rows_of_earlier_models_that_a_file_does_not_have(saved, tmp_path):
+    """Unknown ones, and those of other examples, are remembered by all that follow."""
+    fields = {f"rows/{name}": None for name in model_files.Rows._fields}
+    unknown = changed(tmp_path / "unknown.npz", saved, **fields)
+    chains = {"unknown": (unknown, X), "other": (str(saved), X[::-1].copy())}
+    for name, (path, images) in chains.items():
+        made = build.experiment(**options(init_from=path, dataset=(images, NAMES[Y])))
+        second = str(made.save_model(tmp_path / f"{name}2.msgpack"))
+        assert notes("began with or learned from another", init_from=second)
+        third = build.experiment(**options(init_from=second))
+        last = str(third.save_model(tmp_path / f"{name}3.safetensors"))
+        assert notes("whose train rows the file does not have", init_from=last)
+    assert not notes("began with or learned", init_from=str(saved))
+
+
 def test_rows_of_a_proxy_set_are_trained_on_too(tmp_path):
     """They are in a model's file; public examples are none of the data set."""
     made = build.experiment(**options(algo="cdkt", proxy_fraction=0.2))

@@ -170,6 +170,9 @@ def test_layout_is_part_of_a_run(tmp_path):
         made.predict(0, x),
         build.experiment(dataset=(wanted, y), **SMALL).predict(0, wanted),
     )
+    found = made.predictions(0)
+    answers = made.predict(0, x[found["row"]]).argmax(1)
+    np.testing.assert_array_equal(found["predicted"], answers)
 
 
 class OverTime(nn.Module):

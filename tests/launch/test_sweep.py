@@ -230,6 +230,22 @@ def test_refused(line, expected, blobs):
         make(blobs, sweep=line)
 
 
+def test_a_point_serves_with_its_own_numbers(blobs):
+    """What a client's model answers after a step of adaptation, as it is measured."""
+    made = make(blobs, "perfedavg", sweep={"inner_lr": [0.001, 2.0]})
+    made.measure()
+    measured = [one["client_loss"] for one in made.metrics]
+    for wanted, point in zip(measured, made.points, strict=True):
+        losses = []
+        for client in range(6):
+            rows = made.rows(client)
+            given = made.data.image[rows], made.data.label[rows]
+            found = made.evaluate(*given, client_id=client, point=point)
+            losses.append(found["loss"])
+        assert np.mean(losses) == pytest.approx(wanted, rel=1e-5)
+    assert len(set(measured)) == 2
+
+
 def test_points_that_differ_in_more_than_numbers(blobs):
     """Another graph, and what the algorithm refuses of a point alone."""
     peers = {"algo": "dfedavg", "topology": "erdos_renyi"}

@@ -1,5 +1,7 @@
 """bfloat16 inside of layers, float32 around them."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -100,6 +102,19 @@ def test_gradients_of_a_bias_are_sums_in_float32():
         params
     )
     assert grads[0]["trunk"]["bias"] == 4097
+
+
+def test_programs_have_the_precision_of_their_run(blobs):
+    """Whichever run was built last, as a comparison builds all of its rows first."""
+    options = {"algo": "fedavg", "dataset": blobs, "preset": "none", "model": "mlp"}
+    options |= {"num_clients": 4, "rounds": 1, "devices": 1}
+    names = {"f32": "HIGHEST", "bf16_matmul": "DEFAULT"}
+    made = {n: build.experiment(**options, precision=n) for n in names}
+    for name, run in made.items():
+        args = run.simulation._first_args("of_shared")
+        text = run.program.of_shared.lower(*args).as_text()
+        found = set(re.findall(r"precision = \[(\w+), \w+\]", text))
+        assert found == {names[name]}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_matmul"])
