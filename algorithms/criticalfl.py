@@ -38,8 +38,9 @@ Differs from the paper: there a server chooses how many clients take part in a r
 Here each client chooses by its own history how many peers it pulls from in its next
 round, and counts its own rounds. Window, interval, the first five checks (always
 critical) and the fifth are those of the released code. The norm is taken before
-gradients are clipped. Until the first check, models are sent whole. An entry that no
-peer sends does not change (the code sets it to 0).
+gradients are clipped. A client without a step in its last round, or without any round
+yet, has no norm, and sends nothing with `--sparsify`. Until the first check, models are
+sent whole. An entry that no peer sends does not change (the code sets it to 0).
 """
 
 import dataclasses
@@ -157,6 +158,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         place = jnp.arange(cohort.peers.shape[1])
         is_pulled = place < period.num_peers[:, None]
         cohort = cohort.replace(peer_mask=cohort.peer_mask & is_pulled)
+        source, _ = aggregate.sources(cohort)
+        norms, cohort = decentralized.asked(known["norm"], source, cohort)
+        has_trained = norms > 0
         weight = decentralized.weights("examples", cohort, data)
         mean = aggregate.mix_peers(models, cohort, weight)
         is_sparse = exchange.on_all(period.critical & hparams.sparsify)
@@ -164,11 +168,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             params = sparse_mean(models.params, known["changed"], cohort, weight, mean)
             params = stacked.where(is_sparse, params, mean.params)
             mean = mean._replace(params=params)
-        ones = jnp.ones_like(weight)
-        norm = aggregate.mix_peers(known["norm"], cohort, ones, known=mean)
+        alike = has_trained.astype(weight.dtype)
+        norm = aggregate.mix_peers(known["norm"], cohort, alike, known=mean)
         number = cohort.peer_mask.sum(1)
-        few = jnp.where(is_sparse, number, 0)
-        whole = {"norm": number, "whole model": number - few}
+        few = jnp.where(is_sparse, (cohort.peer_mask & has_trained[:, 1:]).sum(1), 0)
+        whole = {"norm": number, "whole model": jnp.where(is_sparse, 0, number)}
         return decentralized.Mixed(
             mean,
             sent=whole | {"sparse model": few, "mask": few},
@@ -205,6 +209,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         if hparams.sparsify:
             change = jax.tree.map(jnp.subtract, trained.params, start.params)
             changed = sparse.largest(jax.tree.map(jnp.abs, change), num_sent)
+            has_step = client.plan.num_steps > 0
+            changed = jax.tree.map(lambda leaf: leaf & has_step, changed)
         return trained, {"period": after, "norm": norm, "changed": changed}
 
     values = traffic.FLOAT_BYTES * num_sent + shapes.tree_bytes(shape.stats)

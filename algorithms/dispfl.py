@@ -47,6 +47,7 @@ import numpy as np
 import fedjax_pfl as fp
 from fedjax_pfl import (
     aggregate,
+    boundary,
     decentralized,
     losses,
     rng,
@@ -219,6 +220,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         new = jax.tree.map(
             lambda *leaves: exchanged(*leaves, now), mask, trained.params, score, count
         )
+        # Without a step there is no gradient to regrow by.
+        new = boundary.select(client.plan.num_steps > 0, new, mask)
         return trained, packed(mask, new)
 
     messages, common = _messages(shape, count), (hparams, task, mixed, client_update)

@@ -30,7 +30,8 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 
 Differs from the paper: entries are averaged without weights, and the optimizer is
 DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
-are the mean over batches of unaugmented train rows (without a last one of one row), not
+are the mean over batches of unaugmented train rows (without a last one of one row) in
+the order of the clients, so that a batch is of one or two clients, not
 DepthFL's moving average over augmented ones (`--static_norm=ema`: that, with
 `--augment`). Width n/L is reported as `exit<n>_accuracy`, as DepthFL's exits are.
 """
@@ -146,12 +147,22 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         batches = stacked.in_batches(rows, hparams.batch_size)
         nothing = jax.tree.map(jnp.zeros_like, own.stats)
 
-        def average(index: jax.Array, stats: types.Stats) -> types.Stats:
+        def of_batch(before: types.Stats, index: jax.Array) -> types.Stats:
             image, _ = data.gather(batches[index])
-            new = statistics(nothing, image, batches[index])
+            return statistics(before, image, batches[index])
+
+        def momentum() -> types.Stats:
+            """The part of a batch in new statistics, without digits that are noise."""
+            ones = jax.tree.map(jnp.ones_like, nothing)
+            pair = of_batch(ones, 0), of_batch(nothing, 0)
+            return jax.tree.map(lambda one, zero: jnp.round(1 - one + zero, 4), *pair)
+
+        def average(index: jax.Array, stats: types.Stats) -> types.Stats:
             # From nothing, a batch's statistics come back times the momentum.
-            share = types.STATS_MOMENTUM * num_batches
-            return jax.tree.map(lambda s, n: s + n / share, stats, new)
+            new = of_batch(nothing, index)
+            return jax.tree.map(
+                lambda s, n, m: s + n / (m * num_batches), stats, new, moved
+            )
 
         def moving_average(index: jax.Array, stats: types.Stats) -> types.Stats:
             place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
@@ -165,6 +176,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return net.forward(own.params, before, image, **mode)[1]
 
         if hparams.static_norm == "average":
+            moved = momentum()
             return jax.lax.fori_loop(0, num_batches, average, nothing)
         return jax.lax.fori_loop(0, num_batches, moving_average, own.stats)
 

@@ -213,9 +213,10 @@ def sum_over_rows(
 
     The rows of clients that never train are those on which they adapt. The last batch
     is short, and a client without rows, or K, gives zeros. `key` is that of the
-    batches' keys, and examples are changed at random as in a training step.
+    batches' keys. Words are hidden at random as in a training step, and images are as
+    they are.
     """
-    rows = data.partition.adapting
+    rows, data = data.partition.adapting, data.replace(augment="none")
     count = jnp.take(rows.count, client_id, mode="fill", fill_value=0)
     row_at = rows.of(client_id)
 

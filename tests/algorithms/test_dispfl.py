@@ -173,6 +173,21 @@ def test_rounds_equal_a_numpy_reference(compiled, given, problem, cohort_at):
     assert 0 in degrees and max(degrees) > 2 and any(was_clipped)
 
 
+def test_a_client_without_a_step_keeps_its_mask(compiled, given, cohort_at):
+    """As with --drop_last below a batch: there is no gradient to regrow by."""
+    run, state = compiled("dispfl", **STRUCTURE), given()
+    cohort = cohort_at(0)
+    local, idle = cohort.plans["local"], np.arange(3) == 1
+    position = np.where(idle[:, None, None], -1, local.position)
+    steps = np.where(idle, 0, local.num_steps)
+    plan = local.replace(position=position, num_steps=steps)
+    after, *_ = run(state, cohort.replace(plans={"local": plan}), **FLOATS)
+    for place, number in enumerate(cohort.client_id.tolist()):
+        masks = [masks_of(one, "mask")[number] for one in (state, after)]
+        equal = jax.tree.map(np.array_equal, *masks)
+        assert all(jax.tree.leaves(equal)) == idle[place]
+
+
 def test_random_regrowth_is_drawn(compiled, given, cohort_at):
     """Test 17: as many entries in each tensor, of each client and key its own."""
     run, state = compiled("dispfl", **STRUCTURE, regrow="random"), given()

@@ -1,5 +1,6 @@
 """HeteroFL and SHeteroFL against numpy, and their properties (tests 13 and 14)."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import chex
@@ -168,9 +169,16 @@ def normed(rate=1.0, scaler=1.0):
     )
 
 
-@pytest.mark.parametrize("kind", ["average", "ema"])
-def test_static_norm(kind, problem):
-    """Test 13: statistics of every width over all train rows, whatever their order."""
+@pytest.mark.parametrize(
+    "kind, momentum", [("average", 0.1), ("average", 0.01), ("ema", 0.1)]
+)
+def test_static_norm(kind, momentum, problem, monkeypatch):
+    """Test 13: statistics of every width over all train rows, whatever their order.
+
+    A custom norm may have flax's momentum, .01 of a batch.
+    """
+    ours = SimpleNamespace(**vars(types) | {"STATS_MOMENTUM": momentum})
+    monkeypatch.setattr(stages, "types", ours)
     made = make(problem, model=normed(), static_norm=kind)
     state = jax.jit(made.init)(problem.data, jax.random.key(1))
     served = made.server(state, problem.data)
@@ -234,7 +242,8 @@ def test_static_examples_are_of_every_client(problem, monkeypatch):
     monkeypatch.setattr(types.Data, "gather", gather)
     with jax.disable_jit():
         made.server(state, problem.data)
-    rows = np.concatenate(seen[: len(seen) // 2])
+    # The first two batches of a width tell the momentum.
+    rows = np.concatenate(seen[2 : len(seen) // 2])
     owner = np.full(rows.max() + 1, -1)
     table = problem.table
     for number in range(5):

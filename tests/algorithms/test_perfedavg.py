@@ -97,6 +97,9 @@ def test_adapted_models_serve(size, start, problem):
     ((name, (_, variables)),) = made.server(state, problem.data).items()
     assert name == "global"
     chex.assert_trees_all_equal(variables, state.server)
+    # On images as they are, though training may change them at random.
+    data = problem.data.replace(augment="crop_flip")
+    chex.assert_trees_all_equal(plain.served(made, state, data=data), served)
 
 
 def test_clients_that_never_train_are_adapted_to(start, problem):
