@@ -38,9 +38,10 @@ Differs from the paper: there a server chooses how many clients take part in a r
 Here each client chooses by its own history how many peers it pulls from in its next
 round, and counts its own rounds. Window, interval, the first five checks (always
 critical) and the fifth are those of the released code. The norm is taken before
-gradients are clipped. A client without a step in its last round, or without any round
-yet, has no norm, and sends nothing with `--sparsify`. Until the first check, models are
-sent whole. An entry that no peer sends does not change (the code sets it to 0).
+gradients are clipped. The norm of a client without a step in its last round, or
+without any round yet, does not count, and with `--sparsify` it sends no entries. Until
+the first check, models are sent whole. An entry that no peer sends does not change (the
+code sets it to 0).
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 Differs from the paper: entries are averaged without weights, and the optimizer is
 DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
 are the mean over batches of unaugmented train rows (without a last one of one row) in
-the order of the clients, so that a batch is of one or two clients, not
+the order of the clients, so that a batch has rows of few clients, not
 DepthFL's moving average over augmented ones (`--static_norm=ema`: that, with
 `--augment`). Width n/L is reported as `exit<n>_accuracy`, as DepthFL's exits are.
 """
@@ -152,10 +152,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return statistics(before, image, batches[index])
 
         def momentum() -> types.Stats:
-            """The part of a batch in new statistics, without digits that are noise."""
+            """The part of a batch in new statistics: 1 less their slope in the old."""
             ones = jax.tree.map(jnp.ones_like, nothing)
-            pair = of_batch(ones, 0), of_batch(nothing, 0)
-            return jax.tree.map(lambda one, zero: jnp.round(1 - one + zero, 4), *pair)
+            _, kept = jax.jvp(lambda old: of_batch(old, 0), (nothing,), (ones,))
+            # Without digits that are noise. What does not move stays 0.
+            return jax.tree.map(
+                lambda one: jnp.maximum(jnp.round(1 - one, 6), 1e-6), kept
+            )
 
         def average(index: jax.Array, stats: types.Stats) -> types.Stats:
             # From nothing, a batch's statistics come back times the momentum.

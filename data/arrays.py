@@ -174,7 +174,7 @@ def _with_more(
 
 
 def alike(*every: np.ndarray) -> tuple[np.ndarray, ...]:
-    """All as objects if numpy would convert a number beside a text to text."""
+    """All as objects if they differ in kind, as numpy would make text of numbers."""
     if len({one.dtype.kind for one in every if one.size}) < 2:
         return every
     return tuple(one.astype(object) for one in every)

@@ -223,13 +223,14 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     count = image.size / max(total.size, 1)
     mean = total / count
     std = np.sqrt(np.maximum(square / count - mean**2, 0))
-    if (std < 1e-5 * np.abs(mean)).any():
+    is_rough = (std < 1e-5 * np.abs(mean)) & (low < high)
+    if is_rough.any():
         # The squares have hardly a digit of it.
         square = np.zeros_like(total)
         for begin in range(0, len(image), 4096):
             part = image[begin : begin + 4096].astype(np.float64)
             square += ((part - mean) ** 2).sum(axis=axes)
-        std = np.where(std < 1e-5 * np.abs(mean), np.sqrt(square / count), std)
+        std = np.where(is_rough, np.sqrt(square / count), std)
     margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
     # New rows may differ here, and values of 1e7 standard deviations mean nothing.
     is_constant = low == high

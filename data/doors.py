@@ -240,15 +240,23 @@ def _of_clients(given: Any, where: str) -> Rows | None:
                 f"{list(x.shape)} and y {list(y.shape)}; expected x [N, "
                 f"{str([*first])[1:]} and y [N]"
             )
-    some = {name: x for name, (x, _) in parts.items() if len(x)}
-    kinds = {x.dtype.kind: f"{x.dtype} of {name}" for name, x in some.items()}
+    # Bytes are pixels, which other numbers beside them would hide.
+    kinds = {
+        "number" if x.dtype != np.uint8 and x.dtype.kind in "iuf" else x.dtype.kind: (
+            f"{x.dtype} of {name}"
+        )
+        for name, (x, _) in parts.items()
+        if len(x)
+    }
     if len(kinds) > 1:
         raise ValueError(
             f"{where}: clients differ in the type of x, "
             f"{' and '.join(kinds.values())}; give all one"
         )
-    every = zip(*parts.values(), strict=True)
-    x, y = (np.concatenate(arrays.alike(*one)) for one in every)
+    x = np.concatenate([x for x, _ in parts.values() if len(x)] or [none[0]])
+    y = np.concatenate(
+        arrays.alike(*(y for _, y in parts.values() if len(y))) or [none[1]]
+    )
     sizes = [len(one[1]) for one in parts.values()]
     empty = [str(name) for name, size in zip(parts, sizes, strict=True) if not size]
     notes = ()
@@ -413,6 +421,8 @@ def _plain(value: Any) -> Any:
         value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
     if not _is_image(value):
         return value
+    if value.mode == "F":
+        return np.asarray(value)[..., None]
     try:
         return images.pixels_of(value)
     except ValueError as error:

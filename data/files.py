@@ -8,6 +8,8 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
+from fedjax_pfl import options
+
 
 @contextlib.contextmanager
 def named(where: str, *kinds: type[Exception], joint: str = ": ") -> Iterator[None]:
@@ -44,6 +46,13 @@ def check(path: pathlib.Path, expected: str) -> None:
     if not stat.S_ISREG(mode):
         # Opening a pipe waits for a writer, perhaps forever.
         raise ValueError(f"is a pipe or a device, {expected} is expected")
+
+
+def reason(error: BaseException) -> str:
+    """Why a file that the message names cannot be read, in one line."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    return options.reason(error)
 
 
 def given(path: Any, what: str) -> pathlib.Path:

@@ -64,8 +64,7 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
             how = {"low_memory": False, "index_col": False, "keep_default_na": False}
             frame = read(dtype=as_text, na_values=missing, **how)
     except (ValueError, OSError, EOFError, pandas.errors.ParserWarning) as error:
-        reason = options.reason(error)
-        raise ValueError(f"cannot be read as CSV: {reason}") from error
+        raise ValueError(f"cannot be read as CSV: {files.reason(error)}") from error
     # pandas calls a column without a name `Unnamed: 0`, and so does what it has saved.
     check_names([re.sub(r"^Unnamed: .*", "", name) for name in header.iloc[0]])
     texts = {name: sorted({*frame[name]} & {*_MISSING} - {""}) for name in as_text}

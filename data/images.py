@@ -229,13 +229,18 @@ def read(source: Any, take: Callable[[Any], Any]) -> Any:
         raise ValueError(reason) from error
 
 
+# In pillow's names of how a file has its channels
+_DEEP = re.compile(";16[BLN]")
+
+
 def _is_cut(image: Any) -> bool:
     """Whether pillow takes 8 of more bits of an opened file, before it has done so."""
     if image.mode.startswith("I;"):
         return False  # all bits are there
     for codec, _, _, args in getattr(image, "tile", ()):
         every = args if isinstance(args, tuple) else (args,)
-        if any(isinstance(one, str) and ";16" in one for one in every):
+        # Not `BGR;16`, which is 16 bits of a pixel
+        if any(isinstance(one, str) and _DEEP.search(one) for one in every):
             return True
         # The largest value of a PPM file
         if codec.startswith("ppm") and any(type(x) is int and x > 255 for x in every):

@@ -155,14 +155,15 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
         sizes = dict(
             zip(found.get("users", ()), found.get("num_samples", ()), strict=False)
         )
-        gone = [n for n in sizes if n not in found["user_data"] and sizes[n]]
+        users, held = found.get("users", ()), found["user_data"]
+        gone = [one for one in users if one not in held and sizes.get(one, 1)]
         if gone:
             raise ValueError(
                 f"user_data has nothing of {labels.listed(gone)}, who are among users"
             )
-        for owner, held in found["user_data"].items():
+        for owner, own in held.items():
             with files.named(labels.limited(owner)):
-                one = Rows(owner, *_rows(held, sizes.get(owner)))
+                one = Rows(owner, *_rows(own, sizes.get(owner)))
             if len(one.y):
                 yield one
     except RecursionError as error:

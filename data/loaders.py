@@ -261,7 +261,8 @@ def _tfds(
     )
     cure = ""
     if name in _BUILDERS:
-        cure = f"; after completing them delete {builder.data_path}"
+        cure = "; put the others there and delete what was prepared without them, "
+        cure += f"{builder.data_path}"
     return _counted(name, made, cure) if name in ROWS else made
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import files, memory, pickles
-from fedjax_pfl import options
 
 KINDS = "fine", "coarse"  # of the labels of CIFAR-100
 # The labels of an image, in the order of their bytes in the binary form
@@ -164,7 +163,7 @@ def _joined(
     except Exception as error:  # damaged bytes raise various errors
         where = place if at is place else place / at
         raise ValueError(
-            f"{where} cannot be read: {options.reason(error)}; fetch it again"
+            f"{where} cannot be read: {files.reason(error)}; fetch it again"
         ) from error
     *train, test = form.files
     image, number = zip(*(parts[one] for one in train), strict=True)
@@ -214,7 +213,7 @@ def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:
         except Exception as error:  # damaged bytes raise various errors
             where = folder / name
             raise ValueError(
-                f"{where} cannot be read: {options.reason(error)}; fetch it again"
+                f"{where} cannot be read: {files.reason(error)}; fetch it again"
             ) from error
         out[f"{folder / name}: X"] = np.ascontiguousarray(image.transpose(3, 0, 1, 2))
         out[f"{folder / name}: y"] = digit.reshape(-1).astype(np.int64) % 10

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import files, frames, images, labels, memory
-from fedjax_pfl import options
 
 # The splits in the names of files or of their folders
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -360,7 +359,7 @@ def _read(path: pathlib.Path, read: Callable[[Any], Iterator[Any]]) -> Iterator[
         with parquet.ParquetFile(path) as opened:
             yield from read(opened)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        reason = options.reason(error)
+        reason = files.reason(error)
         if isinstance(error, pyarrow.ArrowException):
             reason += "; fetch it again"
         raise ValueError(f"{path} cannot be read: {reason}") from error

@@ -123,8 +123,12 @@ class Evaluations:
             counts = evaluate.joined({"serving": ()}, adapted, len(count))
             alone = score.without_measures, counts, count, 0, unseen
             found, tuned = _split_metrics(*alone)
-            values |= _fine_tuned(found) | _lost(counts)
+            values |= _fine_tuned(found)
+            has_diverged = _have_diverged(counts)
+            if has_diverged.any():
+                values["fine_tuned_diverged"] = int(has_diverged.sum())
             if accuracies is not None and tuned is not None:
+                tuned = np.where(has_diverged, np.nan, tuned)
                 accuracies = np.stack([accuracies, tuned])
         return values, accuracies
 
@@ -239,11 +243,10 @@ def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _lost(counts: Mapping[str, Any]) -> dict[str, float]:
-    """How many clients fine-tuning gave answers that are not finite, if any."""
+def _have_diverged(counts: Mapping[str, Any]) -> np.ndarray:
+    """bool[K]: the clients to which fine-tuning gave answers that are not finite."""
     bad = [
         ~np.isfinite(leaf.reshape(len(leaf), -1)).all(1)
         for leaf in jax.tree.leaves(counts["own"])
     ]
-    count = int((np.any(bad, axis=0) & counts["known"]).sum())
-    return {"fine_tuned_diverged": count} if count else {}
+    return np.any(bad, axis=0) & counts["known"]

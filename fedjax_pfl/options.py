@@ -216,8 +216,6 @@ def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
 
 def reason(error: BaseException) -> str:
     """An error in one line of at most 200 characters, or else its type's name."""
-    if isinstance(error, FileNotFoundError) and error.errno:
-        return "there is no such file"
     line = " ".join(str(error).split()) or type(error).__name__
     line = "".join(one if one.isprintable() else "?" for one in line)
     if len(line) <= 200:

@@ -35,7 +35,6 @@ def made(
     splits = [partitions.split(source, _spec(config, one), one) for one in drawn_by]
     if config.export_partition:
         _export(settings, splits)
-    lines = notes.of_clients(config, source, splits[0])
     splits, vals = _with_validation(settings, splits, drawn_by)
     image, label = source.image, source.label
     if settings.public is not None:
@@ -49,6 +48,7 @@ def made(
         pairs = zip(splits, _unseen(settings, drawn_by), strict=True)
         pairs = [partitions.without_unseen(one, unseen) for one, unseen in pairs]
         splits, others = map(list, zip(*pairs, strict=True))
+    lines = notes.of_clients(config, source, splits[0])
     stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():
         cause = "clients are too small; lower --num_clients or take pool"

@@ -231,7 +231,10 @@ def of_plans(specs: Sequence[types.PlanSpec], rows: np.ndarray) -> list[str]:
 def of_clients(
     config: schema.Config, source: dataset.Dataset, split: partitions.Split
 ) -> list[str]:
-    """Lines about test rows that also train, and classes that no client has."""
+    """Lines about test rows that also train, and classes that no client has.
+
+    `split` is that of the first seed, once unseen clients are taken out.
+    """
     out, label = [], source.label
     if config.partition_draw == "overlap":
         train, test = split.train, split.test
@@ -260,11 +263,13 @@ def of_clients(
             split.train.owner * source.num_classes + label[split.train.row]
         )
         each = np.bincount(classes // source.num_classes, minlength=config.num_clients)
-        if few := int((each < config.classes_per_client).sum()):
+        # Not those of clients that never train
+        if few := int(((each > 0) & (each < config.classes_per_client)).sum()):
+            why = "as some classes have few rows"
+            why = "as in PFLlib" if config.partition.startswith("pfllib") else why
             out.append(
                 f"--classes_per_client={config.classes_per_client}: {few} of "
-                f"{config.num_clients} clients train on fewer classes, as these have "
-                "too few rows"
+                f"{config.num_clients} clients train on fewer classes, {why}"
             )
     return out
 

@@ -209,8 +209,8 @@ def is_same(one: Entry, other: Entry) -> bool:
     flags, hashes = [each.flags for each in runs], [each.hashes for each in runs]
     if differ(hashes, "data_sha256") and differ(flags, "dataset"):
         return False
-    # The hash of the rows has these options' files too.
-    others = "availability", "client_speed"
+    # The hash of the rows has what these options give too.
+    others = "availability", "client_speed", "public_set"
     if differ(hashes, "split_sha256") and not differ(flags, *others):
         return False
     names = ("seeds", "test_size", finished.CLASS_COUNTS)

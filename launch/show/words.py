@@ -162,7 +162,7 @@ def metric(
         better = ""
     elif kind in (Kind.LOSS, Kind.PERPLEXITY) or _LOWER_BETTER.fullmatch(plain):
         better = "lower"
-    elif metric_kinds.of(plain) is Kind.NUMBER:
+    elif kind is metric_kinds.of(plain) is Kind.NUMBER:
         better = ""
     form = _OWN_FORMS.get(plain, _FORMS.get(kind, {}))
     return Metric(name, kind, title(name, classes), better, **form)

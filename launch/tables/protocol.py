@@ -272,9 +272,9 @@ class Study:
         given = {**self._options[setting][base], **options}
         every = self._hashes[setting][base]
         # Earlier versions had no hashes of the clients' rows, nor of other files.
-        names = "data", "own", "split", *["files"] * bool(every.get("files"))
-        kept = {one: every[one] for one in names if one in every}
+        kept = {one: every[one] for one in ("data", "own", "split") if one in every}
         hashes = kept | ({"split": every[split]} if split in every else {})
+        hashes |= {"files": every["files"]} if every.get("files") else {}
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
 

@@ -44,7 +44,10 @@ def test_reads_the_official_archive(archive):
     """Packed; a second call finds the prepared data without the archive."""
     first = loaders.load("cinic10", str(archive))
     check(first)
-    assert "and 90,000 train and 90,000 in the official files; after" in first.notes[0]
+    assert (
+        "and 90,000 train and 90,000 in the official files; put the others"
+        in first.notes[0]
+    )
     (archive / cinic10.ARCHIVE).rename(archive / "away.tar.gz")
     second = loaders.load("cinic10", str(archive))
     (archive / "away.tar.gz").rename(archive / cinic10.ARCHIVE)

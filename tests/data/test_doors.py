@@ -129,6 +129,19 @@ def test_clients_of_several_kinds(given, words):
     assert "\n" not in str(error.value)
 
 
+def test_clients_whose_numbers_are_alike():
+    """Whole numbers beside fractions, images of f32, and a client without rows."""
+    none = np.zeros((0, 2)), np.zeros(0)
+    clients = {"a": (np.ones((6, 2), int), Y[:6]), "b": (np.full((6, 2), 0.5), Y[:6])}
+    found = doors.joined(*doors.opened(clients | {"c": none}))
+    assert found.image.dtype == np.float32 and set(found.image.flat) == {1, 0.5}
+    pixels = {"a": (X[:6], Y[:6]), "b": (np.zeros((0, 5, 6, 3)), np.zeros(0))}
+    assert doors.joined(*doors.opened(pixels)).image.dtype == np.uint8
+    deep = pillow.fromarray(np.full((4, 4), 0.25, np.float32))
+    x, _ = doors.opened(([deep] * 12, Y))[0].arrays
+    assert x.dtype == np.float32 and (x == 0.25).all()
+
+
 class Series:
     """A column of polars."""
 

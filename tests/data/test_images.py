@@ -96,6 +96,17 @@ def deep(path):
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
 
 
+def test_pixels_of_16_bits(tmp_path):
+    """5 of red, 6 of green and 5 of blue, of which none is lost."""
+    head = struct.pack("<IiiHHIIiiII", 40, 2, 1, 1, 16, 3, 4, 0, 0, 0, 0)
+    head += struct.pack("<III", 0xF800, 0x07E0, 0x001F)
+    pixels = struct.pack("<HH", 0xF800, 0x001F)
+    start = struct.pack("<2sIHHI", b"BM", 14 + len(head) + 4, 0, 0, 14 + len(head))
+    (tmp_path / "one.bmp").write_bytes(start + head + pixels)
+    found = images.read(tmp_path / "one.bmp", images.pixels_of)
+    assert found.tolist() == [[[255, 0, 0], [0, 0, 255]]]
+
+
 @pytest.mark.parametrize("suffix", ["png", "ppm"])
 def test_colours_of_16_bits(tmp_path, suffix):
     for kind in "ab":

@@ -518,11 +518,11 @@ def test_fine_tuning_that_diverges_has_no_accuracy():
     given = scores.Classes(), counts, np.full(3, 4), 0, np.zeros(3, bool)
     found, _ = evaluations._split_metrics(*given)
     assert found["client_accuracy"] == 5 / 8 and not evaluations._fine_tuned(found)
-    assert evaluations._lost(counts) == {"fine_tuned_diverged": 1}
+    assert evaluations._have_diverged(counts).tolist() == [False, True, False]
     counts["own"]["loss"][1] = 1.0
     found, _ = evaluations._split_metrics(*given)
     assert evaluations._fine_tuned(found)["fine_tuned_accuracy"] == 5 / 8
-    assert evaluations._lost(counts) == {}
+    assert not evaluations._have_diverged(counts).any()
 
 
 def test_official_split_has_no_client_accuracy():

@@ -480,16 +480,21 @@ def test_options_as_json():
         assert found["dataset"] == f"given in Python{word}"
 
 
-def test_clients_of_a_trial_are_known_by_their_rows():
+def test_clients_of_a_trial_are_known_by_their_rows(tmp_path):
     """Those of the first seed, however many are padded or beside it."""
 
-    def of(*seeds):
+    def of(*seeds, availability=""):
         data = types.SimpleNamespace(partition={"row": np.array(seeds)})
-        return trials.split_sha256(types.SimpleNamespace(data=data))
+        config = types.SimpleNamespace(availability=availability, client_speed="")
+        run = types.SimpleNamespace(data=data, config=config)
+        return trials.split_sha256(run)
 
     wanted = of([3, 1, 2])
     assert of([3, 1, 2, -1]) == of([3, 1, 2], [1, 2, 3]) == wanted
     assert len({wanted, of([1, 3, 2]), of([3, 1]), of([1, 2, 3], [3, 1, 2])}) == 4
+    (tmp_path / "who.json").write_text("[1, 0.5]")
+    assert of([3, 1, 2], availability="0.5") == wanted
+    assert of([3, 1, 2], availability=f"file:{tmp_path}/who.json") != wanted
 
 
 @pytest.mark.parametrize("minutes", [0, 2])

@@ -5,6 +5,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from fedjax_pfl import metric_kinds
 from launch.folder import record
 from launch.run import summaries
 from launch.show import figures, table, words
@@ -81,6 +82,11 @@ def test_only_what_is_better_is_bold():
         "global_brier": [False, False],  # a custom function, of which nobody knows
         "global_top3_accuracy": [True, False],
     }
+
+
+def test_declared_fractions_are_better_if_higher():
+    known = {"agreement": metric_kinds.Kind.FRACTION}
+    assert words.metric("agreement", known).better == "higher"
 
 
 def test_a_difference_that_is_no_number_is_not_marked():
