@@ -84,6 +84,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     deep = jnp.arange(len(model.stage_names)) > 0
     may_serve = range(max(schedule.last - 1, 1), schedule.first)
     at_server = fp.plan(hparams, "server", hparams.server_epochs)
+    at_server = at_server._replace(at_server=True)
     local = fp.plan(hparams)
 
     def uploaded(client: fp.Client, image: jax.Array) -> jax.Array:

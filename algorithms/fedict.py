@@ -106,6 +106,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     deep = jnp.arange(len(model.stage_names)) >= UPLOADED
     local = fp.plan(hparams)
     distill = fp.plan(hparams, "distill", hparams.distill_epochs)
+    server = fp.plan(hparams, "server", hparams.server_epochs)._replace(at_server=True)
     supervised = fp.cross_entropy_loss(model)
 
     def extract(own: fp.Variables, image: jax.Array) -> jax.Array:
@@ -195,7 +196,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     kind, logit_bytes = fp.MessageKind, task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
     return fp.Algorithm(
-        plans=(local, fp.plan(hparams, "server", hparams.server_epochs), distill),
+        plans=(local, server, distill),
         messages=(
             kind("features, logits and label", "up", features + logit_bytes + 1),
             kind("label frequencies", "up", logit_bytes),

@@ -232,10 +232,13 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
             square += ((part - mean) ** 2).sum(axis=axes)
         std = np.where(is_rough, np.sqrt(square / count), std)
     margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
+    if kind == "channel" and unit == 1:
+        # Columns in small units would be next to nothing.
+        margin = np.where(std < 1000 * margin, 0, margin)
     # New rows may differ here, and values of 1e7 standard deviations mean nothing.
     is_constant = low == high
-    mean, scale = np.where(is_constant, low, mean), 1 / (std + margin)
-    scale = np.where(is_constant, 1 / unit, scale)
+    mean = np.where(is_constant, low, mean)
+    scale = np.where(is_constant, 1 / unit, 1 / np.where(is_constant, 1, std + margin))
     return mean.astype(np.float32), scale.astype(np.float32)
 
 

@@ -63,19 +63,28 @@ class Participation(NamedTuple):
     ) -> list[np.ndarray]:
         """The steps int[...] of each plan before the deadline, for int[...] rows.
 
-        Plans share the time that messages leave in proportion to their examples.
+        Plans share the time that messages leave in proportion to their examples, but
+        for those of the server.
         `where` is (index of the seed, clients int[...], levels int[...]).
         """
         steps = [spec.steps(owned) for spec in specs]
         if self.round_seconds == np.inf:
             return steps
-        every = [spec.examples(owned, n) for spec, n in zip(specs, steps, strict=True)]
+        every = [
+            0 * n if spec.at_server else spec.examples(owned, n)
+            for spec, n in zip(specs, steps, strict=True)
+        ]
         sent = self.num_bytes[where[-1] - 1] / traffic.BYTES_PER_SECOND
         within = (self.round_seconds - sent) / self.per_example(*where)
         share = np.clip(within / np.maximum(sum(every), 1), 0, 1)
         return [
-            spec.steps_within(owned, (share * one + 1e-9).astype(int))
-            for spec, one in zip(specs, every, strict=True)
+            n if spec.at_server else spec.steps_within(owned, within)
+            for spec, n, within in zip(
+                specs,
+                steps,
+                [(share * x + 1e-9).astype(int) for x in every],
+                strict=True,
+            )
         ]
 
 

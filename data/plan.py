@@ -1,8 +1,9 @@
 """Plans: the cohort of each round, as a table of integers.
 
-A cohort is a pure function of (seed, round). It depends neither on the method, so that
-all methods get the same clients, nor on history, so that a run can resume. A client's
-draws are named by (seed, round, client), not by its place in the cohort.
+A cohort is a pure function of (seed, round). It does not depend on history, so that a
+run can resume, nor on the method, so that all methods get the same clients, but with a
+deadline, which clients miss by how long a method takes. A client's draws are named by
+(seed, round, client), not by its place in the cohort.
 """
 
 import concurrent.futures
@@ -433,7 +434,7 @@ class Planner:
             steps = who.taken(*named, client, spec.steps(owned))
             taken[spec.name] = np.minimum(steps, within).astype(np.int32)
             # A client that the deadline stops has worked until then.
-            examples += spec.examples(owned, steps)
+            examples += 0 * steps if spec.at_server else spec.examples(owned, steps)
         if not self.has_clock:
             return taken, many
         seconds = examples * who.per_example(seed_index, client, many.level)

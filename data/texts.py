@@ -22,6 +22,7 @@ KJV_LEAST = 10  # rarer words are unknown ones
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 OWNERS = ("book", "chapter")
 
+# Letters beyond a to z and underscores are left out.
 _TOKEN = re.compile(r"[a-z]+(?:'[a-z]+)?|\d+|[^\w\s]")
 
 
@@ -107,8 +108,13 @@ def load_kjv(data_dir: str, length: int, owners: str) -> dataset.Dataset:
     unknown = number.setdefault(UNKNOWN, len(number))
     ids = [[number.get(word, unknown) for word in part] for part in parts]
     rows, part = in_rows("kjv", ids, length)
-    client = np.unique(part, return_inverse=True)[1].astype(np.int32)
-    return dataset.Dataset(rows, rows, len(rows), len(number), client)
+    found, client = np.unique(part, return_inverse=True)
+    made = dataset.Dataset(rows, rows, len(rows), len(number), client.astype(np.int32))
+    if len(found) == len(parts):
+        return made
+    line = f"{len(parts) - len(found)} of {len(parts)} {owners}s have no row of "
+    line += f"{length} words and are left out; the others are numbered without them"
+    return made._replace(notes=(line,))
 
 
 def _kjv_source() -> tuple[dict[int, int], str]:

@@ -336,7 +336,11 @@ def _surprise(logits: jax.Array, word: jax.Array, is_chosen: jax.Array) -> jax.A
 
 
 def _perplexity(sums: Sequence[Any] | np.ndarray) -> Any:
-    """exp of a sum of -log p over its positions; `sums` begins with both."""
+    """exp of the mean of -log p over its positions, nan without any.
+
+    `sums` begins with the sum and their number.
+    """
     with np.errstate(over="ignore"):
         out = np.exp(sums[0] / np.maximum(sums[1], 1))
+    out = np.where(sums[1] > 0, out, np.nan)
     return out if out.ndim else float(out)

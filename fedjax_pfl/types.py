@@ -366,6 +366,8 @@ class PlanSpec(NamedTuple):
     With `max_rows` an epoch has at most so many, drawn again each time; 0 = all. With
     `drop_last` it has whole batches only: the rows that would make a short last one are
     left out, others in each epoch, and a client with fewer rows than B takes no step.
+    Steps `at_server` are the server's on what the client sends of its rows: they take
+    no time of the client's, and no deadline stops them.
     """
 
     name: str
@@ -373,6 +375,7 @@ class PlanSpec(NamedTuple):
     batch_size: int
     max_rows: int = 0
     drop_last: bool = False
+    at_server: bool = False
 
     def rows(self, owned: Any) -> Any:
         """int[...]: rows of an epoch of clients that own int[...]."""

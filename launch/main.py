@@ -39,6 +39,7 @@ def _execute(
     with ending.refused():
         done = folder.open()
     if done is not None:
+        folder.finish()
         say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done
     config = experiment.config

@@ -411,7 +411,9 @@ class Workdir(loop.Listener):
         checkpoint.save(folder, self.run.round, arrays, kept, keep)
 
     def _write_csv(self) -> None:
-        if self.run.config.csv and processes.is_first():
+        # A table that a run has begun goes on with it.
+        is_asked = self.run.config.csv or (self.path / tracking.CSV).exists()
+        if is_asked and processes.is_first():
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
     def finish(self) -> None:
@@ -422,7 +424,9 @@ class Workdir(loop.Listener):
         if self.summary is None:
             numbers = self.run.summary()
             self.summary = processes.on_first(lambda: self._finish(numbers))
-        else:
+        elif self.run.config.csv:
+            # Without the state of a finished run its records are not read either.
+            self.records = self.records or finished.records(self.path)
             self._write_csv()
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:

@@ -198,7 +198,7 @@ def _clients(entries: Entries) -> dict[str, Any]:
 
 
 def is_same(one: Entry, other: Entry) -> bool:
-    """Whether both have the same clients, as far as the runs tell."""
+    """Whether values of clients compare: the same ones, as far as the runs tell."""
     runs = one.run, other.run
 
     def differ(kept: Sequence[Mapping[str, Any]], *names: str) -> bool:
@@ -213,6 +213,8 @@ def is_same(one: Entry, other: Entry) -> bool:
     others = "availability", "client_speed", "public_set"
     if differ(hashes, "split_sha256") and not differ(flags, *others):
         return False
+    if differ(flags, "masked_loss"):
+        return False  # perplexities of other positions
     names = ("seeds", "test_size", finished.CLASS_COUNTS)
     return all(np.array_equal(*(e.clients.get(n) for e in runs)) for n in names)
 

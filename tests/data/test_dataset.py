@@ -84,6 +84,16 @@ def test_refused(shape, size, channels, words):
         dataset.fitted(source(*shape), size, channels)
 
 
+@pytest.mark.parametrize("unit", [1e-13, 1e-6, 1, 1e6])
+def test_columns_in_any_unit(unit):
+    """All are 1 in their deviation, and a constant is as it was."""
+    column = unit * np.random.default_rng(0).normal(size=(500, 1))
+    both = np.concatenate([column, np.ones_like(column)], 1)
+    mean, scale = dataset.normalization(both, "channel")
+    assert (column.std() * scale[0], scale[1]) == pytest.approx((1, 1), rel=1e-5)
+    assert mean[1] == 1
+
+
 def test_constants_of_numbers_far_from_zero():
     """The deviation of a rare step on a large number, whose squares have no digit."""
     column = np.full((20_000, 1), 1.6e9)

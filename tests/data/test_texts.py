@@ -121,7 +121,14 @@ def test_kjv_by_owner(bible, monkeypatch):
     }
     # 13 and 8 words of the first book, 6 of the second
     assert found == {"book": [0] * 5 + [1], "chapter": [0, 0, 0, 1, 1, 2]}
+    # The second book has no row of 7 words.
+    source = texts.load_kjv("", 7, "book")
+    assert source.client.tolist() == [0, 0, 0]
+    assert source.notes[0].startswith(
+        "1 of 2 books have no row of 7 words and are left"
+    )
     source = texts.load_kjv("", 4, "chapter")
+    assert source.notes == ()
     # the, word, ".", and <unk>
     assert source.num_classes == 4
     the, unknown = 0, 3

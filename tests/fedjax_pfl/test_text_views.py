@@ -202,6 +202,15 @@ def test_trained_perplexities_are_at_the_chosen_positions():
         assert found[f"trained_{kind}perplexity"] == pytest.approx(wanted)
 
 
+def test_without_a_chosen_position_nothing_is_perfect():
+    """Of rows so short that none was chosen there is no masked perplexity."""
+    own = np.array([[20.0, 10, 0, 0]])
+    counts = {"own": own, "known": np.ones(1, bool), "server": {"global": own[None]}}
+    found, _ = scores.Words().metrics(counts, np.ones(1, int), 1)
+    assert found["client_perplexity"] == pytest.approx(np.exp(2))
+    assert not [name for name in found if "masked" in name]
+
+
 def test_the_worst_tenth_of_perplexities_is_rounded_down():
     surprise = np.linspace(1, 2, 29)
     own = surprise[:, None] * [3, 0, 1, 0] + [0, 3, 0, 1]

@@ -254,6 +254,21 @@ def test_a_deadline_counts_the_messages_of_each_level():
     assert steps.tolist() == [4, 3]  # .05 seconds are 16 of 20 examples
 
 
+def test_the_server_s_steps_take_no_time_of_a_client():
+    """However long it trains: .05 seconds are 16 of a client's own examples."""
+    who = participation.Participation(
+        **{"chance": np.ones((1, 1)), "speed": np.ones((1, 1))},
+        **{"macs": np.full((1, 1), 1e6), "num_bytes": np.array([1e6])},
+        round_seconds=1.05,
+    )
+    where = 0, np.arange(1), np.array([1])
+    for epochs in (1, 50):
+        server = types.PlanSpec("server", epochs, 4, at_server=True)
+        specs = types.PlanSpec("local", 2, 5), server
+        local, found = who.in_time(specs, np.full(1, 40), *where)
+        assert (local.tolist(), found.tolist()) == ([3], [10 * epochs])
+
+
 def test_steps_before_a_deadline():
     """Those of a plain loop over batches; who does no step does not take part."""
     local, again = types.PlanSpec("local", 2, 5), types.PlanSpec("again", 1, 5)

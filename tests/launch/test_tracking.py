@@ -70,8 +70,12 @@ def test_the_same_numbers(blobs, tmp_path, monkeypatch):
         patch.setattr(progress.Progress, "on_call", on_call)
         with pytest.raises(KilledError):
             main.main(arguments(blobs, folder, "--checkpoint_every=1"))
+    without = [one for one in arguments(blobs, folder) if one != "--csv"]
+    main.main([*without, "--resume"])
+    check(folder)  # a table that is there goes on
+    (folder / "metrics.csv").unlink()
     main.main(arguments(blobs, folder, "--resume"))
-    check(folder)
+    check(folder)  # and one that is asked for later is written
 
 
 def test_without_its_package(blobs, tmp_path, monkeypatch, capsys):
