@@ -84,8 +84,8 @@ def from_arrays(
     notes += [labels.alike(known.names, "labels")]
     notes += [labels.alike(owned and owned.names, "owners")]
     if x.ndim > 1 and x.dtype.kind == "f" and x.dtype.itemsize > 4:
-        axes = "..." if x.ndim > 2 else ":"
-        of_x = {f"x[{axes}, {j}]": x[..., j].ravel() for j in range(x.shape[-1])}
+        name = "x[:, {}]" if x.ndim == 2 else "channel {} of x"
+        of_x = {name.format(j): x[..., j] for j in range(x.shape[-1])}
         notes.append(merged(of_x if columns is None else columns))
     made = dataset.Dataset(
         image,

@@ -174,6 +174,10 @@ NORMALIZATIONS = ("none", "channel", "global", "pixel", "half", "cifar100")
 CIFAR100 = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 
+# What is added to a standard deviation, of bytes 255 times as much
+MARGINS = {"channel": 1e-7, "global": 0.001, "pixel": 0.001}
+
+
 def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns f32 (mean, scale), broadcastable to an example: `(image - mean) * scale`.
 
@@ -231,15 +235,23 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
             part = image[begin : begin + 4096].astype(np.float64)
             square += ((part - mean) ** 2).sum(axis=axes)
         std = np.where(is_rough, np.sqrt(square / count), std)
-    margin = unit * (0.001 if kind in ("global", "pixel") else 1e-7)
-    if kind == "channel" and unit == 1:
-        # Columns in small units would be next to nothing.
-        margin = np.where(std < 1000 * margin, 0, margin)
+    margin = unit * MARGINS[kind]
     # New rows may differ here, and values of 1e7 standard deviations mean nothing.
     is_constant = low == high
-    mean = np.where(is_constant, low, mean)
-    scale = np.where(is_constant, 1 / unit, 1 / np.where(is_constant, 1, std + margin))
+    mean, scale = np.where(is_constant, low, mean), 1 / (std + margin)
+    scale = np.where(is_constant, 1 / unit, scale)
     return mean.astype(np.float32), scale.astype(np.float32)
+
+
+def num_hidden(image: np.ndarray, kind: str, scale: np.ndarray) -> int:
+    """How many numbers of an example vary by less than what is added to a deviation.
+
+    They are nearly 0 after `normalization`, whose `scale` is given. Bytes do not count.
+    """
+    if kind not in MARGINS or image.dtype == np.uint8:
+        return 0
+    scale = np.broadcast_to(scale, image.shape[1:])
+    return int(((scale != 1) & (1 / scale < 2 * MARGINS[kind])).sum())
 
 
 def is_of_constant(scale: np.ndarray) -> np.ndarray:

@@ -63,9 +63,9 @@ class Participation(NamedTuple):
     ) -> list[np.ndarray]:
         """The steps int[...] of each plan before the deadline, for int[...] rows.
 
-        Plans share the time that messages leave in proportion to their examples, but
-        for those of the server.
-        `where` is (index of the seed, clients int[...], levels int[...]).
+        A client's plans share the time that messages leave in proportion to their
+        examples, and those of the server take none. `where` is (index of the seed,
+        clients int[...], levels int[...]).
         """
         steps = [spec.steps(owned) for spec in specs]
         if self.round_seconds == np.inf:

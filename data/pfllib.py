@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from data import arrays, dataset, files, labels, memory, pickles
-from fedjax_pfl import json_text, options
+from fedjax_pfl import json_text
 
 PARTS = "train", "test"
 CONFIG = "config.json"
@@ -112,7 +112,7 @@ def _rows(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
                 found = pickles.read(member.read())
         return _checked(found.get("x"), found.get("y"))
     except Exception as error:  # damaged bytes raise various errors
-        raise ValueError(f"{path} cannot be read: {options.reason(error)}") from error
+        raise ValueError(f"{path} cannot be read: {files.reason(error)}") from error
 
 
 def _checked(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:

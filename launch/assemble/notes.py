@@ -228,6 +228,20 @@ def of_plans(specs: Sequence[types.PlanSpec], rows: np.ndarray) -> list[str]:
     ]
 
 
+def of_constants(
+    config: schema.Config, image: np.ndarray, normal: tuple[np.ndarray, np.ndarray]
+) -> list[str]:
+    """A line about numbers that the normalisation, (mean, scale), makes nearly 0."""
+    kind = config.normalization
+    if not (count := dataset.num_hidden(image, kind, normal[1])):
+        return []
+    return [
+        f"--normalization={kind}: {count} of {image[0].size} numbers of an example "
+        f"vary by less than {dataset.MARGINS[kind]:g}, which is added to each "
+        "deviation, so that they are nearly 0; give them in larger units"
+    ]
+
+
 def of_clients(
     config: schema.Config, source: dataset.Dataset, split: partitions.Split
 ) -> list[str]:

@@ -284,12 +284,6 @@ def check(config: schema.Config, own: Collection[str] = (), num_val: int = 0) ->
             f"--{name}={getattr(config, name)} needs validation rows; give "
             "--val_split=0.2, or your own (docs/data.md#your-own-split)"
         )
-    if config.eval_moments == "after" and config.summary == "best":
-        raise ValueError(
-            "--summary=best chooses a round by the clients' models before their "
-            "training, which --eval_moments=after leaves out; take both, or "
-            "--summary=last"
-        )
     if config.early_stop and config.summary != "best_validation":
         raise ValueError(
             f"--early_stop={config.early_stop} ends a run before the rounds of "

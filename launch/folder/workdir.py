@@ -424,10 +424,13 @@ class Workdir(loop.Listener):
         if self.summary is None:
             numbers = self.run.summary()
             self.summary = processes.on_first(lambda: self._finish(numbers))
-        elif self.run.config.csv:
+        elif self.run.config.csv and processes.is_first():
             # Without the state of a finished run its records are not read either.
-            self.records = self.records or finished.records(self.path)
-            self._write_csv()
+            text = tracking.csv_text(self.records or finished.records(self.path))
+            path = self.path / tracking.CSV
+            # A folder that has it may be read-only.
+            if not path.is_file() or path.read_text() != text:
+                self._write(tracking.CSV, text)
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
         temporary = self.path / "clients.partial.npz"

@@ -30,7 +30,9 @@ def test_all_start_from_one_model(algo, problem):
     epochs = {plan: 4 + n for n, plan in enumerate(PLANS[algo])}
     asked = {option: epochs[plan] for plan, option in PLANS[algo].items()}
     made = module.make(module.HParams(batch_size=7, **asked), problem.task_of())
-    assert {*made.plans} == {types.PlanSpec(*one, 7) for one in epochs.items()}
+    assert {*made.plans} == {
+        types.PlanSpec(*one, 7, at_server=one[0] == "server") for one in epochs.items()
+    }
     state = jax.jit(made.init)(problem.data, jax.random.key(0))
     assert int(state.round) == 0
     whole = plain.host(plain.server(state))

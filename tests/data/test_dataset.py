@@ -84,14 +84,16 @@ def test_refused(shape, size, channels, words):
         dataset.fitted(source(*shape), size, channels)
 
 
-@pytest.mark.parametrize("unit", [1e-13, 1e-6, 1, 1e6])
-def test_columns_in_any_unit(unit):
-    """All are 1 in their deviation, and a constant is as it was."""
-    column = unit * np.random.default_rng(0).normal(size=(500, 1))
-    both = np.concatenate([column, np.ones_like(column)], 1)
-    mean, scale = dataset.normalization(both, "channel")
-    assert (column.std() * scale[0], scale[1]) == pytest.approx((1, 1), rel=1e-5)
-    assert mean[1] == 1
+@pytest.mark.parametrize("kind, most", [("channel", 1e-7), ("pixel", 1e-3)])
+def test_columns_in_small_units_are_counted(kind, most):
+    """Those that become nearly 0; a constant is none of them."""
+    column = np.random.default_rng(0).normal(size=(500, 1))
+    units = np.array([most / 9, most / 2, 9 * most, 1, 0])
+    _, scale = dataset.normalization(units * column, kind)
+    assert dataset.num_hidden(units * column, kind, scale) == 2
+    assert ((column.std() * units * scale)[:2] < 0.5).all()
+    assert dataset.num_hidden(np.zeros((2, 5), np.uint8), kind, scale) == 0
+    assert dataset.num_hidden(column, "none", np.float32(1)) == 0
 
 
 def test_constants_of_numbers_far_from_zero():

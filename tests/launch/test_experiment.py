@@ -314,16 +314,18 @@ def test_a_client_has_the_model_that_serves_it():
         types.Serving.one("shared", *all_of_it),
     )
     algorithm = types.Algorithm((), None, None, serving=lambda *_: groups)
-    program = SimpleNamespace(algorithm=algorithm, num_rows=3)
+    program = SimpleNamespace(num_rows=3)
     run = SimpleNamespace(program=program, config=SimpleNamespace(algo="mine"))
-    found = [client_model._found(run, k, k, None, None, None) for k in range(2)]
+    nothing = [None] * 3
+    found = [client_model._found(run, algorithm, k, k, *nothing) for k in range(2)]
     pairs = [(name, int(one.params)) for name, one in found]
     assert pairs == [("shared", 7), ("own", 1)]
     with pytest.raises(ValueError, match="client_id=2 is served by no model"):
-        client_model._found(run, 2, 2, None, None, None)
+        client_model._found(run, algorithm, 2, 2, *nothing)
     served = {"global": ("first", "one"), "exit1": ("second", "two")}
-    program.algorithm = algorithm._replace(server=lambda *_: served)
-    assert client_model._found(run, None, None, None, None, None) == ("first", "one")
+    algorithm = algorithm._replace(server=lambda *_: served)
+    model = client_model._found(run, algorithm, None, None, *nothing)
+    assert model == ("first", "one")
 
 
 def test_a_file_names_a_width_that_makes_its_model(arrays, monkeypatch, tmp_path):
