@@ -277,6 +277,14 @@ def check(measures: Sequence[Measure], num_classes: int) -> None:
                 f"eval_metrics: {measure.name} {odd}; its sum and count must be 0 "
                 "there, as by jnp.where(mask, values, 0).sum() and mask.sum()"
             )
+        is_real = jnp.arange(4) < 2
+        filled = (jnp.where(is_real[:, None], logits, x) for x in (0, 3 * logits[::-1]))
+        pair = [np.asarray(measure.sums(one, label, is_real)) for one in filled]
+        if not np.allclose(*pair, equal_nan=True):
+            raise ValueError(
+                f"eval_metrics: {measure.name} counts rows whose mask is False beside "
+                "others; sum jnp.where(mask, values, 0), and take no mean of a batch"
+            )
 
 
 def custom_names(measures: Sequence[Measure]) -> set[str]:

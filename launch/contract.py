@@ -183,7 +183,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     if plans and begun:
         rules.insert(1, ("The server's state changes in rounds.", stuck))
     if plans and "batch_size" in known:
-        rules.append(("Padding in a batch does not matter.", padded))
+        rules.append(("What fills a short batch does not matter.", padded))
     are_some_absent = first.config.clients_per_round < first.config.num_clients
     # With several architectures each has its own table, whose slots are not ids.
     if are_some_absent and len(first.task.client_models) == 1:

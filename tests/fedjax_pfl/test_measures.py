@@ -171,6 +171,7 @@ def test_forms():
         ),
         ({"hits": lambda z, y, m: z.sum()}, "hits fails on logits"),
         ({"hits": lambda z, y, m: (z.sum(), y.size)}, "counts rows whose mask is F"),
+        ({"hits": lambda z, y, m: (z.mean() * m.sum(), m.sum())}, "False beside other"),
         ({"hits": lambda z, y, m: ((z.argmax(-1) == y).sum(), m.sum())}, "are pad"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_mean_that_counts_padding(options, count):
 def test_a_loss_that_counts_padding(options):
     """Rounds with other batches end elsewhere, and the line names the mask."""
     mine = SimpleNamespace(HParams=averaging.Averaging, make=no_mask, __name__="mine")
-    with pytest.raises(contract.BrokenError, match="Padding .* rows in batch.mask"):
+    with pytest.raises(contract.BrokenError, match="What fills .* rows in batch.mask"):
         contract.check(mine, **options)
 
 
