@@ -120,8 +120,8 @@ def test_as_on_one_device(case, vectors):
         experiment.run(progress=False)
     assert_alike(one, four)
     # The server's logits and embeddings on the proxy set, of which each device has
-    # some, unit representations, gradient norms
-    assert_shared(four, {"cdkt": 2, "uapdfl": 1, "criticalfl": 1}.get(case, 0))
+    # some, unit representations, gradient norms and whose count
+    assert_shared(four, {"cdkt": 2, "uapdfl": 1, "criticalfl": 3}.get(case, 0))
     if case in ("pfedsd", "uapdfl"):
         chosen = int(four.planner.drawn(0, four.round).client_id.min())
         server = [None] * (case == "pfedsd")
