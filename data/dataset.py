@@ -217,8 +217,8 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     # Slices are summed in float64, without a float copy of the whole table.
     total = np.zeros(np.mean(image[:1], axis=axes, dtype=np.float64).shape)
     square, low, high = np.zeros_like(total), np.inf, -np.inf
-    for begin in range(0, len(image), 4096):
-        raw = image[begin : begin + 4096]
+    slices = [image[begin : begin + 4096] for begin in range(0, len(image), 4096)]
+    for raw in slices:
         part = raw.astype(np.float64)
         total += part.sum(axis=axes)
         square += (part**2).sum(axis=axes)
@@ -231,9 +231,8 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     if is_rough.any():
         # The squares have hardly a digit of it.
         square = np.zeros_like(total)
-        for begin in range(0, len(image), 4096):
-            part = image[begin : begin + 4096].astype(np.float64)
-            square += ((part - mean) ** 2).sum(axis=axes)
+        for raw in slices:
+            square += ((raw.astype(np.float64) - mean) ** 2).sum(axis=axes)
         std = np.where(is_rough, np.sqrt(square / count), std)
     margin = unit * MARGINS[kind]
     # New rows may differ here, and values of 1e7 standard deviations mean nothing.

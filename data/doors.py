@@ -162,12 +162,10 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         frame = _with_labels(_columns(given[0]), given[1:], where)
         if frame is not None:
             return Rows(None, frame, True)
-        return Rows(
-            tuple(
-                _stacked(one, where) if _are_images(one) else _plain(one)
-                for one in given
-            )
-        )
+        columns = [
+            _stacked(one, where) if _are_images(one) else _plain(one) for one in given
+        ]
+        return Rows(tuple(columns))
     reason, sampler = f"got a {type(given).__name__}", getattr(given, "sampler", None)
     if isinstance(given, str):
         reason = f"got the name {given!r}; test= and val= are for data that are given "
@@ -240,14 +238,12 @@ def _of_clients(given: Any, where: str) -> Rows | None:
                 f"{list(x.shape)} and y {list(y.shape)}; expected x [N, "
                 f"{str([*first])[1:]} and y [N]"
             )
-    # Bytes are pixels, which other numbers beside them would hide.
-    kinds = {
-        "number" if x.dtype != np.uint8 and x.dtype.kind in "iuf" else x.dtype.kind: (
-            f"{x.dtype} of {name}"
-        )
-        for name, (x, _) in parts.items()
-        if len(x)
-    }
+    kinds: dict[str, str] = {}
+    for name, (x, _) in parts.items():
+        if len(x):
+            # Bytes are pixels, which other numbers beside them would hide.
+            is_number = x.dtype != np.uint8 and x.dtype.kind in "iuf"
+            kinds["number" if is_number else x.dtype.kind] = f"{x.dtype} of {name}"
     if len(kinds) > 1:
         raise ValueError(
             f"{where}: clients differ in the type of x, "
@@ -306,12 +302,11 @@ def _columns(given: Any) -> Any:
         # Hugging Face; its numpy format rounds floats, and makes pixels of images
         # without a palette.
         plain, arrays = given.with_format(None), given.with_format("numpy")
-        return {
-            name: (
-                arrays if np.ndim(_plain(value)) and not _is_image(value) else plain
-            )[name][:]
-            for name, value in (plain[0] if len(plain) else {}).items()
-        }
+        out = {}
+        for name, value in (plain[0] if len(plain) else {}).items():
+            is_array = np.ndim(_plain(value)) and not _is_image(value)
+            out[name] = (arrays if is_array else plain)[name][:]
+        return out
     if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
         return {one.name: one.to_numpy() for one in given.get_columns()}
     if hasattr(given, "to_pandas") and hasattr(given, "column_names"):

@@ -256,8 +256,8 @@ def pixels_of(image: Any) -> np.ndarray:
     """
     is_clear = image.mode in _TRANSPARENT or "transparency" in image.info
     if _is_cut(image):
-        raise ValueError("it has 16 bits a channel; save it with 8 bits")
-    if getattr(image, "n_frames", 1) > 1:
+        reason = "it has 16 bits a channel; save it with 8 bits"
+    elif getattr(image, "n_frames", 1) > 1:
         reason = f"it has {image.n_frames} frames, one is expected"
     elif is_clear and image.convert("RGBA").getextrema()[3][0] < 255:
         reason = "it has transparent pixels; save it without transparency"

@@ -152,10 +152,8 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
         memory.check(2 * path.stat().st_size, "the texts")
         found = json.loads(path.read_bytes(), object_hook=_compact)
         json_text.check(found, _FORM)
-        sizes = dict(
-            zip(found.get("users", ()), found.get("num_samples", ()), strict=False)
-        )
         users, held = found.get("users", ()), found["user_data"]
+        sizes = dict(zip(users, found.get("num_samples", ()), strict=False))
         gone = [one for one in users if one not in held and sizes.get(one, 1)]
         if gone:
             raise ValueError(

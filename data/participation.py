@@ -70,21 +70,14 @@ class Participation(NamedTuple):
         steps = [spec.steps(owned) for spec in specs]
         if self.round_seconds == np.inf:
             return steps
-        every = [
-            0 * n if spec.at_server else spec.examples(owned, n)
-            for spec, n in zip(specs, steps, strict=True)
-        ]
+        pairs = zip(specs, steps, strict=True)
+        every = [spec.clients_examples(owned, n) for spec, n in pairs]
         sent = self.num_bytes[where[-1] - 1] / traffic.BYTES_PER_SECOND
         within = (self.round_seconds - sent) / self.per_example(*where)
         share = np.clip(within / np.maximum(sum(every), 1), 0, 1)
         return [
-            n if spec.at_server else spec.steps_within(owned, within)
-            for spec, n, within in zip(
-                specs,
-                steps,
-                [(share * x + 1e-9).astype(int) for x in every],
-                strict=True,
-            )
+            spec.steps_within(owned, (share * one + 1e-9).astype(int))
+            for spec, one in zip(specs, every, strict=True)
         ]
 
 

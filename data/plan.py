@@ -434,7 +434,7 @@ class Planner:
             steps = who.taken(*named, client, spec.steps(owned))
             taken[spec.name] = np.minimum(steps, within).astype(np.int32)
             # A client that the deadline stops has worked until then.
-            examples += 0 * steps if spec.at_server else spec.examples(owned, steps)
+            examples += spec.clients_examples(owned, steps)
         if not self.has_clock:
             return taken, many
         seconds = examples * who.per_example(seed_index, client, many.level)

@@ -394,8 +394,14 @@ class PlanSpec(NamedTuple):
         epochs, rest = np.divmod(num_steps, np.maximum(-(-rows // self.batch_size), 1))
         return epochs * rows + np.minimum(rest * self.batch_size, rows)
 
+    def clients_examples(self, owned: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
+        """int[...]: those that take a client's time, none of steps `at_server`."""
+        return (not self.at_server) * self.examples(owned, num_steps)
+
     def steps_within(self, owned: np.ndarray, examples: np.ndarray) -> np.ndarray:
-        """int[...]: the most steps with at most int[...] `examples`."""
+        """int[...]: the most steps with at most int[...] `clients_examples`."""
+        if self.at_server:
+            return self.steps(owned)
         rows = self.rows(owned)
         epochs, rest = np.divmod(examples, np.maximum(rows, 1))
         return epochs * -(-rows // self.batch_size) + rest // self.batch_size

@@ -140,13 +140,12 @@ def seen(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
     tests = [np.unique(row[row >= 0]) for row in test_row]
     counts = [(int(is_trained[row].sum()), len(row)) for row in tests]
     most, total = max(counts)
-    if not most and rows.others:
-        return (
+    if not most:
+        unknown = (
             f"{line}: its model began with or learned from another one, whose train "
             "rows the file does not have; they may be test rows of this run"
         )
-    if not most:
-        return ""
+        return unknown if rows.others else ""
     return (
         f"{line}: {most} of this run's {total} test rows are train rows of its model, "
         "so that accuracies may be too high; give the --seed, --partition and "

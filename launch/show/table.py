@@ -236,7 +236,8 @@ def made(
             pairs = zip(found, values, strict=True)
             values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
-            known_names |= {name} if any(entries.values()) else set()
+            if any(entries.values()):
+                known_names.add(name)
             has_values = any(one is not None for one in arrays.values())
             is_bold = how.better and any(entries.values()) and test != "none"
             if is_bold and not has_values:
