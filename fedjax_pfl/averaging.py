@@ -16,6 +16,7 @@ from fedjax_pfl import (
     boundary,
     each_client,
     local_training,
+    optimizer,
     options,
     rng,
     server_optimizer,
@@ -107,7 +108,9 @@ def make(
         server = task.init(model, key)
         rows = () if own is None else stacked.repeat(own(server), task.num_rows)
         if tx is not None:
-            server = {"model": server, "moments": tx.init(server.params)}
+            noise = rng.stream(key, "averaging.optimizer")
+            moments = optimizer.seeded(tx.init(server.params), noise)
+            server = {"model": server, "moments": moments}
         return types.RoundState.first(server, rows, key)
 
     def update(client: each_client.Client, server: types.Variables):

@@ -102,15 +102,15 @@ class Batch:
         return {"sample_mask": self.mask, "train": True, "key": self.key}
 
 
-# The position of the examples that fill short batches
+# The position of the examples that fill batches of twice the length, 0 = as they are
 _FILL = contextvars.ContextVar("fill", default=0)
 
 
 @contextlib.contextmanager
 def filled_from(position: int) -> Iterator[None]:
-    """Fills short batches that are traced inside with other examples.
+    """Fills batches that are traced inside with other examples, and twice as many.
 
-    Nothing may depend on them, which `launch.contract` checks.
+    Nothing may depend on their masked examples, which `launch.contract` checks.
     """
     token = _FILL.set(position)
     try:
@@ -222,9 +222,12 @@ def sum_over_rows(
 
     def part(index: jax.Array) -> Any:
         place = index * batch_size + jnp.arange(batch_size)
-        own = jax.random.fold_in(key, index)
+        own, mask = jax.random.fold_in(key, index), place < count
+        if fill := _FILL.get():
+            place = jnp.append(jnp.where(mask, place, fill), jnp.full_like(place, fill))
+            mask = jnp.append(mask, jnp.zeros_like(mask))
         image, label, chosen = data.train_batch(row_at(place), place, own)
-        here = place < count, place, index, jnp.zeros_like(index), own, chosen
+        here = mask, place, index, jnp.zeros_like(index), own, chosen
         return fn(Batch(image, label, *here))
 
     def step(index: jax.Array, total: Any) -> Any:
@@ -328,6 +331,8 @@ def train(
 
     def step(index: jax.Array, carry: each_client.Trained) -> each_client.Trained:
         position, epoch = client.plan.step(index)
+        if fill:
+            position = jnp.append(position, jnp.full_like(position, -1))
         mask = position >= 0
         own = jax.random.fold_in(key, index)
         place = jnp.where(mask, position, fill) if fill else jnp.maximum(position, 0)
@@ -363,10 +368,12 @@ def train(
             measured=tuple(measured),
         )
 
+    begun = given if is_kept else optimizer.init(tx, start.params)
     first = each_client.Trained(
         params=start.params,
         stats=start.stats,
-        opt_state=given if is_kept else optimizer.init(tx, start.params),
+        # Step keys are of numbers from 0.
+        opt_state=optimizer.seeded(begun, jax.random.fold_in(key, 1 << 31)),
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
         measured=tuple(
             stacked.zeros(jax.eval_shape(one, start.params)) for one in measures

@@ -250,12 +250,20 @@ def check(hparams: Any) -> None:
     if not is_kept or not isinstance(tx, _Joint):
         return
     ones = jax.tree.map(np.ones_like, PROBE)
-    pairs = zip(*map(jax.tree.leaves, (tx.init(PROBE), tx.init(ones))), strict=True)
-    if not all(np.array_equal(zero, one) for zero, one in pairs):
+    states = [jax.tree.map(_numbers, tx.init(params)) for params in (PROBE, ones)]
+    if not jax.tree.all(jax.tree.map(np.array_equal, *states)):
         raise ValueError(
             f"--optimizer_state=persist: the first state of "
             f"{hparams.client_optimizer} depends on the parameters; give reset"
         )
+
+
+def _numbers(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
 
 
 PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float32)})
@@ -267,7 +275,7 @@ def fingerprint(given: Custom) -> str:
     traced = jax.make_jaxpr(lambda *args: given.step(*args))(0.1, PROBE, PROBE)
     digest = hashlib.sha256()
     for constant in traced.consts:
-        digest.update(np.ascontiguousarray(constant).data)
+        digest.update(np.ascontiguousarray(_numbers(constant)).data)
     return re.sub(r" at 0x[0-9a-f]+", "", str(traced)) + digest.hexdigest()
 
 
@@ -284,6 +292,26 @@ def init(tx: optax.GradientTransformation, params: types.Params) -> tuple:
     if isinstance(tx, _Joint):
         return Joined(tx.init(params))
     return tuple(tx.init(stage) for stage in params)
+
+
+def seeded(opt_state: Any, key: jax.Array) -> Any:
+    """The state with `key` folded into its random keys, so that noise differs.
+
+    These are typed keys, and raw ones uint32[2] of jax's default kind, as in
+    `optax.add_noise`. Other states stay as they are.
+    """
+
+    def one(number: int, leaf: Any) -> Any:
+        is_raw = leaf.dtype == jnp.uint32 and leaf.shape == (2,)
+        if not (is_raw or _is_key(leaf)):
+            return leaf
+        given = jax.random.wrap_key_data(leaf) if is_raw else leaf
+        for part in jax.random.bits(jax.random.fold_in(key, number), (2,)):
+            given = jax.random.fold_in(given, part)
+        return jax.random.key_data(given) if is_raw else given
+
+    leaves, structure = jax.tree.flatten(opt_state)
+    return structure.unflatten(one(n, leaf) for n, leaf in enumerate(leaves))
 
 
 def fresh(hparams: Any, params: types.Params) -> tuple:

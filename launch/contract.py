@@ -135,7 +135,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         return ""
 
     def padded() -> str:
-        """Runs whose short batches are filled with other rows end the same."""
+        """Runs with other and more masked rows in their batches end the same."""
         size = int(first.data.partition.train.count.max()) // 2 + 1
         one, other = (
             _ran(fresh(client_chunk=1, batch_size=size, algo=algo))
@@ -144,8 +144,8 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         if (by := _difference(one, other)) <= tolerance:
             return ""
         return (
-            f"With other rows in its place a number ends {by:.1e} away: a loss is a "
-            "mean over the rows in batch.mask, as losses.cross_entropy and "
+            f"With other and twice as many rows a number ends {by:.1e} away: a loss is "
+            "a mean over the rows in batch.mask, as losses.cross_entropy and "
             "losses.masked_mean are"
         )
 
@@ -183,7 +183,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
     if plans and begun:
         rules.insert(1, ("The server's state changes in rounds.", stuck))
     if plans and "batch_size" in known:
-        rules.append(("What fills a short batch does not matter.", padded))
+        rules.append(("What fills a batch, and how far, does not matter.", padded))
     are_some_absent = first.config.clients_per_round < first.config.num_clients
     # With several architectures each has its own table, whose slots are not ids.
     if are_some_absent and len(first.task.client_models) == 1:

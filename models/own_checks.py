@@ -87,6 +87,11 @@ def check_narrower(
             f"{line} makes other layers than at width=1; only hidden widths may change"
         )
     paths = jax.tree_util.tree_leaves_with_path(wide)
+    if rate <= 0.5 and jax.tree.map(_shape, wide) == jax.tree.map(_shape, small):
+        raise ValueError(
+            f"{line} makes nothing narrower than at width=1; multiply hidden widths by "
+            "it"
+        )
     for (path, a), b in zip(paths, jax.tree.leaves(small), strict=True):
         if len(a.shape) != len(b.shape) or any(map(operator.gt, b.shape, a.shape)):
             name = "/".join(str(k.key) for k in path if hasattr(k, "key"))
@@ -94,6 +99,42 @@ def check_narrower(
                 f"{line} gives {name} the shape {list(b.shape)}, expected at most "
                 f"{list(a.shape)}, as at width=1; multiply hidden widths by it"
             )
+
+
+def _shape(struct: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    return struct.shape
+
+
+def is_same_among_zeros(model: types.Model, narrow: types.Model, x: np.ndarray) -> bool:
+    """Whether a narrower form's parameters with zeros around them compute the same.
+
+    That is not so where a norm takes a mean over channels, or where a concatenation
+    moves them. `narrow` has leading slices of `model`. `x` is a few normalised examples
+    [B, ...].
+    """
+
+    @jax.jit
+    def outputs(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        variables, whole = _among_zeros(model, narrow, x)
+        pair = (narrow, variables), (model, whole)
+        # In eval mode, because dropout draws other numbers for other widths.
+        alone, among = (one.forward(*given, x)[0] for one, given in pair)
+        return alone, among
+
+    pairs = zip(*map(jax.tree.leaves, outputs(x)), strict=True)
+    # Rounding in bfloat16 is below a hundredth.
+    return all(abs(a - b).max() <= 0.03 * abs(a).max() for a, b in pairs)
+
+
+def _among_zeros(
+    model: types.Model, narrow: types.Model, x: jax.Array
+) -> tuple[types.Variables, types.Variables]:
+    """A narrower form's variables, and the model's with these among zeros."""
+    key = jax.random.key(0)
+    params, stats = narrow.init(key, x)
+    params, (wide, wide_stats) = moved(params), model.init(key, x)
+    padded = widths.widened(params, jax.tree.map(jnp.zeros_like, wide))
+    return types.Variables(params, stats), types.Variables(padded, wide_stats)
 
 
 def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> bool:
@@ -116,12 +157,8 @@ def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> boo
 
     @jax.jit
     def counts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        key = jax.random.key(0)
-        params, stats = narrow.init(key, x)
-        params, (wide, wide_stats) = moved(params), model.init(key, x)
-        padded = widths.widened(params, jax.tree.map(jnp.zeros_like, wide))
-        whole = types.Variables(padded, wide_stats)
-        return read(narrow, types.Variables(params, stats)), read(model, whole)
+        variables, whole = _among_zeros(model, narrow, x)
+        return read(narrow, variables), read(model, whole)
 
     in_narrow, in_wide = counts(x)
     return bool(in_wide < 0.9 * in_narrow)

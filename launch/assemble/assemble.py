@@ -104,6 +104,7 @@ def assemble(
     # The compiled program takes the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
     task = execution_step.chosen(settings, planned, data, first, len(points), target)
+    models_step.check_slices(settings, normal, found.server, task.execution)
     made, of_others = _program(settings, planned, task, data, first, points)
     _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)

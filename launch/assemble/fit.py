@@ -143,8 +143,16 @@ def _check_logits(
     if odd:
         raise ValueError(
             f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be "
-            "trained; keep them as another variable"
+            "trained; keep constants as plain arrays"
         )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables.stats):
+        if "float" not in str(leaf.dtype):
+            where = "/".join(str(k.key) for k in path if hasattr(k, "key"))
+            raise ValueError(
+                f"{flag}: {model.name} has the statistic {where} of {leaf.dtype}, and "
+                "servers take means of statistics; keep a counter as float32, and "
+                "constants as plain arrays"
+            )
     wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
     for shape_of, dtype in found:
         if (shape_of, dtype) != (wanted, np.float32):

@@ -9,10 +9,10 @@ import numpy as np
 
 import models
 from fedjax_pfl import teacher as teacher_lib
-from fedjax_pfl import types
+from fedjax_pfl import types, widths
 from launch.assemble import computed, fit, model_files
 from launch.assemble.given import Settings
-from models import mixed
+from models import mixed, own_checks
 
 Normal = tuple[np.ndarray, np.ndarray]
 
@@ -67,6 +67,27 @@ def made(settings: Settings, normal: Normal) -> Models:
         teacher = teacher and mixed.in_bfloat16(teacher)
     known = tuple(known)
     return Models(server, tuple(clients), teacher, taught, known, hashes, notes)
+
+
+def check_slices(
+    settings: Settings, normal: Normal, model: types.Model, how: types.Execution
+) -> None:
+    """Refuses slices that a run would not compute as they are (ValueError)."""
+    config, hparams = settings.config, settings.hparams
+    own = settings.entry.slices and config.model in settings.own_models
+    if not own or (how.chunk == 1 and how.is_bucketed):
+        return
+    nets, few = widths.models(hparams, model), _few_examples(settings, normal)
+    if own_checks.is_same_among_zeros(nets[-1], nets[0], few):
+        return
+    given = f"--client_chunk={how.chunk}" if how.is_bucketed else "--bucketed=False"
+    cure = "client_chunk=1" if how.is_bucketed else "bucketed=True --client_chunk=1"
+    raise ValueError(
+        f"--model={config.model} computes something else with zeros in place of the "
+        "channels that a narrower client has not (a norm over channels, or a "
+        f"concatenation), and {given} computes clients so; give --{cure}, or norms "
+        "within each channel"
+    )
 
 
 def is_taught(settings: Settings) -> bool:

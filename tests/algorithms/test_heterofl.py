@@ -13,6 +13,7 @@ from flax import linen as nn
 import algorithms
 from algorithms import heterofl
 from fedjax_pfl import shapes, types, widths
+from launch import build
 from models import stages
 from tests.algorithms import conftest, plain
 from tests.fedjax_pfl import small
@@ -295,6 +296,40 @@ def test_chunks_do_not_matter_with_a_scaler(problem):
         state = jax.jit(made.init)(problem.data, jax.random.key(1))
         found.append(jax.jit(made.round)(state, cohort, problem.data)[0].server)
     chex.assert_trees_all_close(*found, rtol=1e-4, atol=3e-5)
+
+
+def normed_over_channels(width):
+    first = nn.Dense(round(8 * width))
+    layers = [lambda h: h.reshape(len(h), -1), first, nn.LayerNorm(), nn.relu]
+    return nn.Sequential([*layers, nn.Dense(4)])
+
+
+def test_a_norm_over_channels(problem):
+    """Refused where zeros would enter its means; SHeteroFL's slices have none."""
+    rows = problem.table
+    given = {"model": normed_over_channels, "dataset": (rows.image, rows.label)}
+    given |= {"level_mix": "1:1", "num_clients": 5, "clients_per_round": 4}
+    given |= {"rounds": 1, "local_epochs": 1, "devices": 1, "batch_size": 5}
+
+    def run(algo, **how):
+        made = build.experiment(algo=algo, **given | how)
+        made.run(progress=False)
+        return made.state.server
+
+    for how, cure in (
+        ({"client_chunk": 2}, "give --client_chunk=1,"),
+        (
+            {"client_chunk": 1, "bucketed": False},
+            "give --bucketed=True --client_chunk=1,",
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^--model=.* {cure} or norms within each"
+        ):
+            run("heterofl", **how)
+    run("heterofl", client_chunk=1)
+    pair = (run("sheterofl", client_chunk=chunk) for chunk in (1, 2))
+    chex.assert_trees_all_close(*pair, rtol=1e-4, atol=3e-5)
 
 
 def test_each_width_is_divided_by_its_own_share(problem):

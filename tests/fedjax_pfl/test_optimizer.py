@@ -3,6 +3,7 @@
 import functools
 import types as python_types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,6 +165,43 @@ def test_a_custom_one_is_masked():
     equal(found[0], plain(chained(0.05), 3, PARAMS[:1])[0], rtol=1e-5)
     none = steps(hparams, [all_of(False)] * 2 + [all_of(True)] * 2)
     equal(none, plain(chained(0.05), 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("key", [3, jax.random.key(3)], ids=["number", "key"])
+def test_noise_differs(key):
+    """Between clients, rounds and seeds, with the key that the optimizer was given."""
+
+    def noisy(learning_rate):
+        return optax.chain(optax.add_noise(1.0, 0.0, key), optax.sgd(learning_rate))
+
+    own = optimizer.custom(noisy)
+    hparams = hparams_of(client_optimizer=own, optimizer_state="persist")
+    optimizer.check(hparams)
+    assert optimizer.fingerprint(own) == optimizer.fingerprint(optimizer.custom(noisy))
+    state = optimizer.fresh(hparams, PARAMS)
+    stream = jax.random.key(0)
+    every = [optimizer.seeded(state, jax.random.fold_in(stream, n)) for n in (0, 1, 1)]
+    one, other, again = (
+        np.concatenate([jax.random.key_data(k).ravel() for k in keys_of(found)])
+        for found in every
+    )
+    assert (one != other).all() and (other == again).all()
+    other_key = keys_of(optimizer.seeded(jax.tree.map(moved, state), stream))
+    assert all(a != b for a, b in zip(keys_of(every[0]), other_key, strict=True))
+    plain_state = optimizer.fresh(hparams_of(client_optimizer="adam"), PARAMS)
+    chex.assert_trees_all_equal(optimizer.seeded(plain_state, stream), plain_state)
+
+
+def keys_of(state):
+    """Its random keys, typed."""
+    leaves = jax.tree.leaves(state)
+    return [x for x in leaves if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
+def moved(leaf):
+    """The leaf, or another key."""
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.fold_in(leaf, 0) if is_key else leaf
 
 
 def entry_mask():

@@ -87,18 +87,22 @@ def forgotten(out, cohort, before):
     return state.replace(server=before.server), metrics, sent
 
 
-def no_mask(hparams, task):
-    """FedAvg whose own loss counts padding."""
+def averaged(mean):
+    """FedAvg whose own loss is `mean` of the cross-entropies and the mask."""
 
-    def loss_fn(params, stats, batch):
-        logits, stats = task.model.forward(params, stats, batch.image, **batch.mode)
-        log_p = jax.nn.log_softmax(logits)
-        return -jnp.take_along_axis(log_p, batch.label[:, None], 1).mean(), stats
+    def make(hparams, task):
+        def loss_fn(params, stats, batch):
+            logits, stats = task.model.forward(params, stats, batch.image, **batch.mode)
+            log_p = jax.nn.log_softmax(logits)
+            each = -jnp.take_along_axis(log_p, batch.label[:, None], 1)[:, 0]
+            return mean(each, batch.mask), stats
 
-    def client_update(client, server):
-        return fp.train(hparams, loss_fn, server, client)
+        def client_update(client, server):
+            return fp.train(hparams, loss_fn, server, client)
 
-    return averaging.make(hparams, task, client_update)
+        return averaging.make(hparams, task, client_update)
+
+    return make
 
 
 def test_a_server_that_stays(options):
@@ -158,11 +162,19 @@ def test_a_mean_that_counts_padding(options, count):
         contract.check(mine, **options, clients_per_round=count)
 
 
-def test_a_loss_that_counts_padding(options):
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda each, mask: each.mean(),
+        lambda each, mask: jnp.where(mask, each, 0).mean(),
+    ],
+    ids=["of all rows", "over the length"],
+)
+def test_a_loss_that_counts_padding(options, mean):
     """Rounds with other batches end elsewhere, and the line names the mask."""
-    mine = SimpleNamespace(HParams=averaging.Averaging, make=no_mask, __name__="mine")
+    mine = {"HParams": averaging.Averaging, "make": averaged(mean), "__name__": "mine"}
     with pytest.raises(contract.BrokenError, match="What fills .* rows in batch.mask"):
-        contract.check(mine, **options)
+        contract.check(SimpleNamespace(**mine), **options)
 
 
 @pytest.mark.parametrize(

@@ -814,6 +814,17 @@ class Sown(nn.Module):
         return nn.Dense(4)(x)
 
 
+class Counting(nn.Module):
+    """Counts its steps."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        count = self.variable("batch_stats", "count", lambda: np.int32(0))
+        if train:
+            count.value += 1
+        return nn.Dense(4)(x.reshape(len(x), -1))
+
+
 class Noisy(nn.Module):
     """Asks for a stream of random numbers that nobody has."""
 
@@ -853,6 +864,12 @@ def test_modules_that_do_not_train(arrays, module, part):
     with pytest.raises(ValueError, match=f"cannot take examples .*{part}") as error:
         made(arrays, algo="fedavg", model=module)
     assert "\n" not in str(error.value)
+
+
+def test_a_counter_of_integers(arrays):
+    """Has no mean."""
+    with pytest.raises(ValueError, match="trunk/batch_stats/count of int32, and"):
+        made(arrays, algo="fedavg", model=Counting())
 
 
 @pytest.mark.parametrize("suffix", ["msgpack", "npz"])

@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from models import own, own_checks
+from models import own, own_checks, stages
 
 EXAMPLE = jax.ShapeDtypeStruct((2, 4), jnp.float32)
 KEY = jax.random.key(0)
@@ -238,6 +238,7 @@ def test_a_function_of_the_width():
             lambda width: [nn.Dense(3)] * (1 if width < 1 else 2),
             "makes other layers than at width=1",
         ),
+        (lambda width: nn.Sequential([nn.Dense(8), nn.Dense(3)]), "nothing narrower"),
     ],
 )
 def test_what_is_no_narrower_form(factory, part):
@@ -262,6 +263,42 @@ def test_a_map_must_be_averaged(norm):
     for is_flat in (False, True):
         forms = [own.chain(of_width(width, is_flat)) for width in (1.0, 0.5)]
         assert own_checks.flattens_maps(*forms, x) == is_flat
+
+
+class Beside(nn.Module):
+    """Two maps side by side: a slice of the next kernel is of the first alone."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, h):
+        return jnp.concatenate([nn.Dense(self.width)(h), nn.Dense(self.width)(h)], -1)
+
+
+@pytest.mark.parametrize(
+    "layer, is_same",
+    [
+        (lambda _: nn.relu, True),
+        (lambda _: stages.Norm(), True),
+        (lambda _: nn.GroupNorm(num_groups=None, group_size=1), True),
+        (lambda _: nn.GroupNorm(num_groups=2), False),
+        (lambda _: nn.LayerNorm(), False),
+        (lambda _: nn.RMSNorm(), False),
+        (lambda width: Beside(math.ceil(6 * width)), False),
+        (lambda _: nn.Dropout(0.5, deterministic=True), True),
+    ],
+)
+def test_zeros_around_a_narrower_form(layer, is_same):
+    """Means over channels and concatenations see them."""
+
+    def of_width(width):
+        conv = nn.Conv(math.ceil(8 * width), (3, 3))
+        layers = [conv, layer(width), jnp.tanh, lambda h: h.mean((1, 2)), nn.Dense(3)]
+        return nn.Sequential(layers)
+
+    x = np.random.default_rng(0).normal(size=(4, 8, 8, 1)).astype(np.float32)
+    forms = [own.chain(of_width(width)) for width in (1.0, 0.5)]
+    assert own_checks.is_same_among_zeros(*forms, x) == is_same
 
 
 @pytest.mark.parametrize("act", [own.chain, own.fingerprint])
