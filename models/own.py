@@ -61,6 +61,7 @@ def chain(
             "model: some stages have an exit and others have none; give (name, body, "
             "exit) for each of them, or for none"
         )
+    _refuse_shared(parts)
     called = "_".join(_name(part[1]) for part in parts)
     label = "own_" + re.sub(r"\W", "", called)[:56]
     staged = tuple((str(name), *map(_stage, modules)) for name, *modules in parts)
@@ -189,6 +190,21 @@ def _parts(given: Any) -> list[tuple[Any, ...]]:
     return parts
 
 
+def _refuse_shared(parts: list[tuple[Any, ...]]) -> None:
+    """Refuses nnx modules that share variables (ValueError): stages are apart."""
+    owner: dict[int, str] = {}
+    for name, *modules in parts:
+        for one in (one for one in modules if isinstance(one, nnx.Module)):
+            nodes = (node for _, node in nnx.iter_graph(one))
+            mine = {id(node) for node in nodes if isinstance(node, nnx.Variable)}
+            if other := next((owner[n] for n in mine if n in owner), ""):
+                raise ValueError(
+                    f"model: stage {name} has variables of stage {other}, and stages "
+                    "train their own; give it other modules, or both in one stage"
+                )
+            owner |= dict.fromkeys(mine, name)
+
+
 def _name(given: Any) -> str:
     """The name of a module's class or of a function."""
     if isinstance(given, nn.Module):
@@ -200,7 +216,7 @@ def _stage(given: Any) -> Any:
     """What `stages.chain` calls."""
     if isinstance(given, nn.Module):
         if type(given) is nn.Sequential:
-            return own_linen.Stage(own_linen.Layers(tuple(given.layers)))
+            return own_linen.Stage(own_linen.sequential(given))
         return own_linen.Stage(given)
     return own_pair.Stage(*given) if _is_pair(given) else own_nnx.Stage(given)
 

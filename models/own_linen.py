@@ -69,6 +69,14 @@ def _modes_of(module: nn.Module) -> set[str]:
     }
 
 
+def sequential(given: nn.Sequential) -> "Layers":
+    """An `nn.Sequential` as `Layers`, and those directly in it too."""
+    layers = (
+        sequential(one) if type(one) is nn.Sequential else one for one in given.layers
+    )
+    return Layers(tuple(layers), name=given.name)
+
+
 class Layers(nn.Module):
     """Layers first:last of an `nn.Sequential`, with the names and draws of the whole.
 

@@ -40,7 +40,6 @@ class Stage(own_stage.Stage):
             sample_mask = own_stage.real_samples(x, None)
         more = dict.fromkeys(KEYS, rngs.get("dropout") if train else None)
         names = own_stage.takes(self.function)
-        more["is_training"] = train
         modes = own_stage.modes(names, sample_mask, train, **more)
         params = _renamed(variables["params"], "|", "/")
         return self.function(params, x, **modes), {}

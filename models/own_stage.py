@@ -13,9 +13,9 @@ class Stage:
     """Adapts a user's module or functions to the calls of `stages.chain`.
 
     The callee gets those parts of the mode that it names: `train` (also `training`,
-    `deterministic` or `use_running_average`), and `sample_mask` bool[B], the real
-    samples. A stage has `drawn(key, x)`, its variables ("params", and "stats" if any),
-    and `apply`, which returns the output and the statistics.
+    `is_training`, `deterministic` or `use_running_average`), and `sample_mask` bool[B],
+    the real samples. A stage has `drawn(key, x)`, its variables ("params", and "stats"
+    if any), and `apply`, which returns the output and the statistics.
     """
 
     def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
@@ -39,6 +39,7 @@ def modes(
         "sample_mask": sample_mask,
         "train": train,
         "training": train,
+        "is_training": train,
         "deterministic": not train,
         "use_running_average": not train,
     } | more

@@ -138,6 +138,11 @@ def _check_logits(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
             f"{', '.join(map(str, shape))}] ({reason}); {cure}"
         ) from error
+    if not jax.tree.leaves(variables.params):
+        raise ValueError(
+            f"{flag}: {model.name} has no parameters to train; in an nnx module these "
+            "are nnx.Param, and other variables are statistics"
+        )
     odd = {str(leaf.dtype) for leaf in jax.tree.leaves(variables.params)}
     odd = sorted(kind for kind in odd if "float" not in kind)
     if odd:

@@ -8,6 +8,7 @@ import math
 import pathlib
 import shutil
 import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class Wandb(loop.Listener):
     """Logs records to a project of Weights & Biases, see its environment variables.
 
     Metrics have their names, of several seeds or points after `seed0/` and the like,
-    and the round is the step. A resumed run goes on with the run of its folder.
+    and the round is the step. A resumed run goes on with that of its folder, whose
+    name is in `wandb.id` there.
     """
 
     def __init__(self, project: str, folder: str):
@@ -46,11 +48,16 @@ class Wandb(loop.Listener):
         import wandb  # an optional package
 
         path = pathlib.Path(self._folder).resolve()
-        place = f"{socket.gethostname()}:{path}"
+        known = path / "wandb.id"
+        if not known.is_file():
+            place = f"{socket.gethostname()}:{path}"
+            # Earlier versions had an id for each path.
+            earlier = hashlib.sha256(place.encode()).hexdigest()[:16]
+            known.write_text(earlier if run.metrics else uuid.uuid4().hex[:16])
         self._run = wandb.init(
             project=self._project,
             name=path.name,
-            id=hashlib.sha256(place.encode()).hexdigest()[:16],
+            id=known.read_text(),
             resume="allow",
             config=vars(run.config) | vars(run.hparams),
         )

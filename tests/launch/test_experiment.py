@@ -846,7 +846,7 @@ class Named(nn.Module):
     """Has an argument for the mode that nobody gives."""
 
     @nn.compact
-    def __call__(self, x, is_training):
+    def __call__(self, x, is_testing):
         return nn.Dense(4)(x.reshape(len(x), -1))
 
 
@@ -856,7 +856,7 @@ class Named(nn.Module):
         (Sown(), "collections grow in train mode"),
         (Noisy(), "noise"),
         (Pair(), "it gives a tuple, expected logits"),
-        (Named(), "'is_training'.*takes `train`, `training`, `deterministic`"),
+        (Named(), "'is_testing'.*takes `train`, `training`, `deterministic`"),
     ],
 )
 def test_modules_that_do_not_train(arrays, module, part):

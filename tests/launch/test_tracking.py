@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 
 import pytest
@@ -126,6 +127,31 @@ def test_wandb_gets_every_number(tmp_path, monkeypatch):
             prefix + n: x for n, x in record.items() if n not in ("round", "seed")
         }
         assert values == wanted
+
+
+def test_wandb_runs_are_those_of_folders(tmp_path, monkeypatch):
+    """A resumed run goes on, and a folder that was made anew begins another."""
+    (tmp_path / "wandb.py").write_text(
+        "import types\n"
+        "given = []\n"
+        "def init(**more):\n"
+        "    given.append(more['id'])\n"
+        "    return types.SimpleNamespace(log=lambda *_, **__: 0, finish=lambda: 0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "run"
+    options = {"algo": "local", "workdir": str(folder), "wandb": "mine"}
+    options |= conftest.SIX
+
+    def run(**more):
+        build.experiment(**options | more).run(progress=False)
+
+    run()
+    run(resume=True, rounds=conftest.SIX["rounds"] + 1)
+    shutil.rmtree(folder)
+    run()
+    first, resumed, anew = sys.modules.pop("wandb").given
+    assert first == resumed != anew
 
 
 def test_wandb_is_missing(tmp_path):

@@ -246,3 +246,20 @@ def test_what_makes_no_module(given, part):
     with pytest.raises(ValueError, match=f"^model: .*{part}") as error:
         own.chain(given)
     assert "\n" not in str(error.value)
+
+
+def test_stages_share_no_variables():
+    """Their copies would be trained apart."""
+
+    def linear(outputs):
+        return nnx.Linear(6, outputs, rngs=nnx.Rngs(0))
+
+    body, head = linear(6), linear(3)
+    line = "stage two has variables of stage one, and stages train"
+    for given in (
+        [("one", body), ("two", nnx.Sequential(nnx.tanh, body)), ("three", head)],
+        [("one", body, head), ("two", linear(6), head)],
+    ):
+        with pytest.raises(ValueError, match=line):
+            own.chain(given)
+    assert len(own.chain([body, nnx.clone(body), head]).stage_names) == 3

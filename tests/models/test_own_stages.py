@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,34 @@ def test_layers_get_the_mode():
     assert not np.array_equal(out, parts.forward(params, stats, examples())[0])
     mean = new[1]["trunk"]["batch_stats"]["layers_1"]["mean"]
     assert new[0] == {} and np.abs(mean).max() > 0
+
+
+class Told(nn.Module):
+    """Adds 1 in train mode, which it takes for false unless it is told."""
+
+    @nn.compact
+    def __call__(self, h, is_training=False):
+        return h + is_training
+
+
+def nested(last):
+    inner = nn.Sequential([nn.Dense(5), nn.Sequential([last, nn.relu])])
+    return nn.Sequential([inner, last, nn.Dense(3)])
+
+
+def test_layers_of_a_sequential_in_a_sequential_get_the_mode():
+    """As deep as they are; names and draws are those of linen."""
+    parts = own.chain(nested(Told()), (), EXAMPLE)
+    assert len(parts.stage_names) == 2
+    params, _ = given = parts.init(KEY, examples())
+    key = jax.random.fold_in(jax.random.fold_in(KEY, 0), 0)
+    variables = nested(Told()).init(key, examples())
+    both = {name: one for part in params for name, one in part["trunk"].items()}
+    chex.assert_trees_all_equal(both, variables["params"])
+    for train in (False, True):
+        out, _ = parts.forward(*given, examples(), train=train, key=KEY)
+        wanted = nested(lambda h, n=int(train): h + n).apply(variables, examples())
+        np.testing.assert_allclose(out, wanted, rtol=1e-6)
 
 
 def test_what_stays_one_stage():
