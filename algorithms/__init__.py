@@ -66,8 +66,6 @@ class Entry:
             peers with `rows.exchange.take`, as `aggregate.mix_peers` does), and what
             its `serving` gives by client has `task.num_rows` entries, in the order of
             `state.clients`.
-        slices: Whether a client holds a slice of a wider model, which a chunk may
-            compute among zeros (`widths.submodel`).
         fixed: Option -> value that makes a variant another method than its base.
     """
 
@@ -80,7 +78,6 @@ class Entry:
     exits: bool = False
     text: bool = False
     shares_rows: bool = False
-    slices: bool = False
     fixed: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -143,13 +140,7 @@ _FEDREP = variant(
 )
 _PLUS = functools.partial(variant, fixed=("layer_dropping",), layer_dropping=True)
 _DEPTHFL = entry(depthfl, preset="depthfl", exits=True, text=True)
-_HETEROFL = entry(heterofl, preset="depthfl", slices=True)
-_SHETEROFL = variant(
-    _HETEROFL,
-    "SHeteroFL: HeteroFL in which clients train every smaller width too.",
-    fixed=("all_widths",),
-    all_widths=True,
-)
+_HETEROFL = entry(heterofl, preset="depthfl")
 _DFEDAVG = entry(dfedavg, preset="uapdfl")
 ALGORITHMS = {
     "local": entry(local, text=True),
@@ -218,8 +209,12 @@ ALGORITHMS = {
     "depthfl": _DEPTHFL,
     "inclusivefl": entry(inclusivefl, preset="depthfl", exits=True, text=True),
     "heterofl": _HETEROFL,
-    # Each width is a slice of its own size, whatever the chunk is.
-    "sheterofl": dataclasses.replace(_SHETEROFL, slices=False),
+    "sheterofl": variant(
+        _HETEROFL,
+        "SHeteroFL: HeteroFL in which clients train every smaller width too.",
+        fixed=("all_widths",),
+        all_widths=True,
+    ),
     "splitmix": entry(splitmix, preset="depthfl"),
     "distill": entry(distill, preset="depthfl"),
     "feddyn": variant(

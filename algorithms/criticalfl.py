@@ -172,11 +172,14 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         alike = has_trained.astype(weight.dtype)
         norm = aggregate.mix_peers(known["norm"], cohort, alike, known=mean)
         number = cohort.peer_mask.sum(1)
-        few = jnp.where(is_sparse, (cohort.peer_mask & has_trained[:, 1:]).sum(1), 0)
-        whole = {"norm": number, "whole model": jnp.where(is_sparse, 0, number)}
+        sent = {"norm": number, "whole model": jnp.where(is_sparse, 0, number)}
+        if hparams.sparsify:
+            few = (cohort.peer_mask & has_trained[:, 1:]).sum(1)
+            few = jnp.where(is_sparse, few, 0)
+            sent |= {"sparse model": few, "mask": few}
         return decentralized.Mixed(
             mean,
-            sent=whole | {"sparse model": few, "mask": few},
+            sent=sent,
             given=(period, norm),
             metrics={
                 "peers": losses.masked_sum(number, cohort.row_mask),

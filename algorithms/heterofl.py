@@ -183,7 +183,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return jax.lax.fori_loop(0, num_batches, average, nothing)
         return jax.lax.fori_loop(0, num_batches, moving_average, own.stats)
 
-    part = slices._replace(held=held)
+    # The loss of all widths takes each at its own size.
+    among_zeros = slices.is_among_zeros and not hparams.all_widths
+    part = slices._replace(held=held, is_among_zeros=among_zeros)
     return levels.make(
         hparams, task, nets[-1], part, client_update, own=classes, server=server
     )

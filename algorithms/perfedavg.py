@@ -111,4 +111,4 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     made = averaging.make(hparams, task, client_update, serving=serving)
     plan = fp.plan(hparams)._replace(batch_size=num_parts * size)
-    return made._replace(plans=(plan,))
+    return made._replace(plans=(plan,), serves_adapted=True)

@@ -41,12 +41,13 @@ does not define, is softmax. The extractor is all but the last layer, as in the 
 code. The paper's text has its convolutions (`--personal_from=`), the two layers that it
 counts in its CNN. The threshold, mu and the local epochs are not in the paper. Without
 layer-wise personalization all layers are averaged with all peers and mu counts as 0.
-Rounds are synchronous, all clients start from one model (`--noshared_init`: each from
-its own), and statistics of batch norm follow the extractor. A client without peers
-keeps its model and is its own anchor. A client that copies a peer's model keeps its own
-momentum, as in the released code. The paper does not say at which moment it measures
-clients (`decentralized`): `trained_accuracy` follows a round's training, which
-Algorithm 2 returns, and `client_accuracy` the next mixing, which the code tests.
+Both representations count as sent, also where a run needs neither. Rounds are
+synchronous, all clients start from one model (`--noshared_init`: each from its own),
+and statistics of batch norm follow the extractor. A client without peers keeps its
+model and is its own anchor. A client that copies a peer's model keeps its own momentum,
+as in the released code. The paper does not say at which moment it measures clients
+(`decentralized`): `trained_accuracy` follows a round's training, which Algorithm 2
+returns, and `client_accuracy` the next mixing, which the code tests.
 """
 
 import dataclasses

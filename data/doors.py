@@ -154,12 +154,12 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     """Returns the rows of an object; see `opened`."""
     if (found := _of_clients(given, where)) is not None:
         return found
-    columns = _columns(given)
+    columns = as_columns(given)
     if columns is not None:
         return _of_columns(columns, where, label, owner)
     has_rows = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     if isinstance(given, (tuple, list)) and len(given) in (2, 3):
-        frame = _with_labels(_columns(given[0]), given[1:], where)
+        frame = _with_labels(as_columns(given[0]), given[1:], where)
         if frame is not None:
             return Rows(None, frame, True)
         columns = [
@@ -294,7 +294,7 @@ def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return (np.asarray(x), np.asarray(y)) if is_of_rows else None
 
 
-def _columns(given: Any) -> Any:
+def as_columns(given: Any) -> Any:
     """Returns a pandas frame or columns by name, None if an object has none."""
     if hasattr(given, "collect_schema") and hasattr(given, "collect"):
         given = given.collect()  # a lazy frame of polars

@@ -113,23 +113,30 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
     return 1 + np.searchsorted(ends[:-1], np.arange(num_clients) * share.sum(), "right")
 
 
+def possible(hparams: Levels, num_clients: int) -> np.ndarray:
+    """int[n]: the levels at which clients may train, in order."""
+    largest, able = top(hparams), capability(hparams, num_clients)
+    if hparams.levels == "dynamic":
+        able = 1 + np.flatnonzero(mix(hparams))
+    if hparams.exclusive:
+        able = able[able >= largest]
+    return np.unique(np.minimum(able, largest))
+
+
 def assigned(hparams: Levels, num_clients: int) -> tuple:
     """The levels of the clients and the clients that may be drawn, for `plan.Planner`.
 
     Levels are int[K], or a function of the round where they are drawn. The clients are
     bool[K], or None for all. Raises ValueError if options contradict each other.
     """
-    largest = top(hparams)
-    is_drawn = hparams.levels == "dynamic"
-    able = capability(hparams, num_clients)
-    possible = 1 + np.flatnonzero(mix(hparams)) if is_drawn else able
-    if possible.max() < largest:
+    largest, able = top(hparams), capability(hparams, num_clients)
+    if largest not in possible(hparams, num_clients):
         raise ValueError(
             f"--level_mix={hparams.level_mix} gives none of --num_clients="
             f"{num_clients} level {largest}; change it, or give --max_level="
             f"{possible.max()}"
         )
-    if is_drawn:
+    if hparams.levels == "dynamic":
         return _drawn(mix(hparams), largest), None
     return np.minimum(able, largest), able >= largest if hparams.exclusive else None
 
@@ -218,6 +225,7 @@ class Submodel(NamedTuple):
         messages: The kinds of messages that carry it, down and up.
         sent: `cohort -> ` how many of each, as `Algorithm.round` returns them.
         num_levels: L, of the global model; 0 = all clients hold all of it.
+        is_among_zeros: As in `types.Algorithm`.
     """
 
     cut: Callable[[tuple, each_client.Client, int], tuple]
@@ -226,6 +234,7 @@ class Submodel(NamedTuple):
     messages: tuple[types.MessageKind, ...]
     sent: Callable[[types.Cohort], dict[str, Any]]
     num_levels: int
+    is_among_zeros: bool = False
 
 
 def holders(cohort: types.Cohort, model: types.Model) -> jax.Array:
@@ -348,4 +357,5 @@ def make(
         server=server or global_model,
         opt_state=opt_state or whole_state,
         adapt=adapt,
+        is_among_zeros=submodel.is_among_zeros,
     )

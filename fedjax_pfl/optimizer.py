@@ -297,8 +297,8 @@ def init(tx: optax.GradientTransformation, params: types.Params) -> tuple:
 def seeded(opt_state: Any, key: jax.Array) -> Any:
     """The state with `key` folded into its random keys, so that noise differs.
 
-    These are typed keys, and raw ones uint32[2] of jax's default kind, as in
-    `optax.add_noise`. Other states stay as they are.
+    These are typed keys, as in `optax.add_noise`, and all leaves uint32[2], which are
+    taken for raw keys of jax's default kind. Other leaves stay as they are.
     """
 
     def one(number: int, leaf: Any) -> Any:

@@ -725,6 +725,10 @@ class Algorithm(NamedTuple):
             architecture, as `each_client.Round` has them.
         unused: Options without an effect on this task, and the reason for each, such as
             `without a proxy set`. A run with one of them notes the reason.
+        serves_adapted: Whether `serving` adapts models to the clients' own rows, also
+            for clients that never train.
+        is_among_zeros: Whether a chunk computes narrower clients in the form of the
+            widest one, with zeros in place of the channels that they do not hold.
     """
 
     plans: tuple[PlanSpec, ...]
@@ -743,6 +747,8 @@ class Algorithm(NamedTuple):
     opt_state: Callable[[Callable[[Params], Any]], Any] | None = None
     by_architecture: bool = False
     unused: Mapping[str, str] = {}
+    serves_adapted: bool = False
+    is_among_zeros: bool = False
 
     def serving_groups(
         self, state: RoundState, cohort: Cohort, data: Data, num_clients: int

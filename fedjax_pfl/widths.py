@@ -137,4 +137,4 @@ def submodel(
         return {kind.name: cohort.level == n for n, pair in levels_of for kind in pair}
 
     kinds = tuple(kind for pair in pairs for kind in pair)
-    return levels.Submodel(cut, paste, held, kinds, sent, len(shape_at))
+    return levels.Submodel(cut, paste, held, kinds, sent, len(shape_at), True)

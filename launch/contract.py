@@ -17,6 +17,7 @@ from fedjax_pfl import local_training
 from fedjax_pfl.rows import views
 from launch import ending
 from launch import experiment as experiment_lib
+from launch.assemble import models_step
 from launch.config import algorithm_file, flags, presets, registry
 from launch.experiment import Experiment
 
@@ -108,20 +109,25 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
         return dataclasses.replace(entry, make=other, name=name)
 
     if "clients_per_round" not in options:
-        num_clients = fresh().config.num_clients
+        num_clients = fresh(client_chunk=1).config.num_clients
         options["clients_per_round"] = min(num_clients, max(3, num_clients // 2))
     first = fresh(client_chunk=1)
     first.start()
-    begun = [np.array(leaf) for leaf in jax.tree.leaves(first.state.server)]
+    begun = _numbers(first.state.server)
     _ran(first)
 
     # So many at a time that the last ones are beside padding rows
     count = first.config.clients_per_round
     uneven = next((n for n in (3, *range(2, count)) if n < count and count % n), 0)
+    most = uneven or count
+    if first.program.algorithm.is_among_zeros:
+        try:
+            fresh(client_chunk=most)
+        except models_step.AmongZerosError:  # each client is computed alone
+            most, uneven = 1, 0
 
     def elsewhere() -> str:
         """Runs that compute clients otherwise end within rounding."""
-        most = uneven or count
         ways = {f"{most} clients at a time": (most, 1), "all devices": (1, 0)}
         for way, (chunk, devices) in ways.items():
             other = _ran(fresh(client_chunk=chunk, devices=devices))
@@ -151,7 +157,7 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
 
     def stuck() -> str:
         """The server's state changes in some round."""
-        pairs = zip(begun, jax.tree.leaves(first.state.server), strict=True)
+        pairs = zip(begun, _numbers(first.state.server), strict=True)
         if not all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
             return ""
         return f"after {rounds} rounds it is what it was; return here.after(server=new)"
@@ -217,15 +223,21 @@ def _difference(one: Experiment, other: Experiment) -> float:
 
     It is infinite if they do not serve the same clients, or not with finite numbers.
     """
-    pairs = [jax.tree.leaves((e.state.server, e.state.clients)) for e in (one, other)]
+    pairs = [_numbers((e.state.server, e.state.clients)) for e in (one, other)]
     served = [np.isfinite(e.client_accuracies) for e in (one, other)]
     if not np.array_equal(*served):
         return np.inf
     return max((_apart(a, b) for a, b in zip(*pairs, strict=True)), default=0.0)
 
 
-def _apart(a: Any, b: Any) -> float:
-    a, b = (np.asarray(views.materialised(one)) for one in (a, b))
+def _numbers(tree: Any) -> list[np.ndarray]:
+    """Copies of a state's arrays, in which random keys are their numbers."""
+    leaves = map(views.materialised, jax.tree.leaves(tree))
+    data = jax.random.key_data
+    return [np.array(data(x) if views.is_key(x) else x) for x in leaves]
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> float:
     if np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
         return 0.0
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -238,11 +250,11 @@ def _apart(a: Any, b: Any) -> float:
 def _absent_stay(experiment: Experiment) -> bool:
     """Whether a round leaves the private rows of absent clients, bit for bit."""
     experiment.start()
-    before = [np.array(leaf) for leaf in jax.tree.leaves(experiment.state.clients)]
+    before = _numbers(experiment.state.clients)
     planner, variants = experiment.planner, experiment.simulation.variants
     cohorts = [planner.drawn(variants.seed(one), 0) for one in range(variants.count)]
     experiment.run(1, progress=False)
-    after = list(map(np.asarray, jax.tree.leaves(experiment.state.clients)))
+    after = _numbers(experiment.state.clients)
     for one, drawn in enumerate(cohorts):
         present = np.asarray(drawn.client_id)[np.asarray(drawn.row_mask)]
         absent = np.setdiff1d(np.arange(experiment.config.num_clients), present)

@@ -194,15 +194,22 @@ def _refuse_shared(parts: list[tuple[Any, ...]]) -> None:
     """Refuses nnx modules that share variables (ValueError): stages are apart."""
     owner: dict[int, str] = {}
     for name, *modules in parts:
-        for one in (one for one in modules if isinstance(one, nnx.Module)):
-            nodes = (node for _, node in nnx.iter_graph(one))
-            mine = {id(node) for node in nodes if isinstance(node, nnx.Variable)}
+        places = f"stage {name}", f"the exit of stage {name}"
+        for place, one in zip(places, modules, strict=False):
+            if not isinstance(one, nnx.Module):
+                continue
+            # Each call makes its random streams anew.
+            mine = {
+                id(node)
+                for _, node in nnx.iter_graph(one)
+                if isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState)
+            }
             if other := next((owner[n] for n in mine if n in owner), ""):
                 raise ValueError(
-                    f"model: stage {name} has variables of stage {other}, and stages "
-                    "train their own; give it other modules, or both in one stage"
+                    f"model: {place} has variables of {other}, and each would train "
+                    "its own; give it others, or make one stage of both"
                 )
-            owner |= dict.fromkeys(mine, name)
+            owner |= dict.fromkeys(mine, place)
 
 
 def _name(given: Any) -> str:

@@ -10,7 +10,10 @@ from flax import linen as nn
 
 from models import own_stage
 
-MERGED = ("training", "deterministic", "use_running_average")
+MERGED = (
+    *("train", "training", "is_training"),
+    *("deterministic", "use_running_average"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +91,14 @@ class Layers(nn.Module):
     last: int | None = None
 
     @nn.compact
-    def __call__(self, h, *, sample_mask, train):
+    def __call__(self, *args, sample_mask, train, **more):
         for layer in self.layers[self.first : self.last]:
             is_module = isinstance(layer, nn.Module)
             takes = _modes_of(layer) if is_module else set()
             modes = own_stage.modes(takes, sample_mask, train)
+            h = layer(*args, **more, **modes)
             if isinstance(h, dict):
-                h = layer(**h, **modes)
+                args, more = (), h
             else:
-                h = layer(*(h if isinstance(h, tuple) else (h,)), **modes)
+                args, more = h if isinstance(h, tuple) else (h,), {}
         return h

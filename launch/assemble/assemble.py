@@ -104,13 +104,14 @@ def assemble(
     # The compiled program takes the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
     task = execution_step.chosen(settings, planned, data, first, len(points), target)
-    models_step.check_slices(settings, normal, found.server, task.execution)
     made, of_others = _program(settings, planned, task, data, first, points)
+    if made.program.algorithm.is_among_zeros and level_of is None:
+        models_step.check_slices(settings, normal, found.server, task.execution)
     _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     lines = notes.of_constants(config, others, normal)
-    lines += notes.of_plans(made.program.algorithm.plans, planned.num_rows)
+    lines += notes.of_plans(config, made.program.algorithm.plans, planned.num_rows)
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
     lines += notes.of_unmeasured_clients(data.partition)
     every = (*source.notes, *found.notes, *of_data, *lines)

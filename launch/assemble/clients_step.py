@@ -8,6 +8,8 @@ from launch.assemble.given import Settings
 from launch.assemble.task_step import Planned
 from models import counts
 
+_ALL = ("availability", "interrupted", "client_speed", "round_seconds")
+
 
 def made(
     settings: Settings, planned: Planned, algorithm: types.Algorithm
@@ -24,6 +26,12 @@ def made(
                 f"--{flag}={options.text(value)}: clients of --algo={config.algo} pull "
                 "from peers, which are always there; omit it"
             )
+    flags = [name for name in _ALL if getattr(config, name)]
+    if flags and not algorithm.plans:
+        value = options.text(getattr(config, flags[0]))
+        raise ValueError(
+            f"--{flags[0]}={value}: nobody trains in --algo={config.algo}; omit it"
+        )
     is_timed = config.client_speed or config.round_seconds
     if not (config.availability or config.interrupted or is_timed):
         return None
@@ -52,7 +60,8 @@ def _costs(
     shape, messages = task.example_shape, algorithm.messages
     whole = np.array([counts.macs(one, shape) for one in task.client_models], float)
     macs = whole[np.asarray(task.group_of_client)][:, None]
-    if not isinstance(settings.hparams, levels.Levels) or task.num_levels == 1:
+    hparams = settings.hparams
+    if not isinstance(hparams, levels.Levels) or len(levels.mix(hparams)) == 1:
         # The level of a client is the number of its stages.
         most = max(len(model.stage_names) for model in task.client_models)
         total = sum(one.num_bytes for one in messages)

@@ -132,12 +132,20 @@ def _check_logits(
         kind = "f32" if model.takes == "numbers" else "int32"
         cure = "change its modules"
         if "required positional argument" in str(error):
-            cure = "a linen module takes `train`, `training`, `deterministic` or "
-            cure += "`use_running_average`; give other arguments a default"
+            cure = "a linen module takes `train`, `training`, `is_training`, "
+            cure += "`deterministic` or `use_running_average`; give other arguments a "
+            cure += "default"
         raise ValueError(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
             f"{', '.join(map(str, shape))}] ({reason}); {cure}"
         ) from error
+    named = jax.tree_util.tree_leaves_with_path(tuple(variables))
+    names = {str(k.key) for path, _ in named for k in path if hasattr(k, "key")}
+    if odd := sorted(name for name in names if "/" in name):
+        raise ValueError(
+            f"{flag}: {model.name} has the name {odd[0]}, and a slash divides "
+            "paths in a model's file; give its modules other names"
+        )
     if not jax.tree.leaves(variables.params):
         raise ValueError(
             f"{flag}: {model.name} has no parameters to train; in an nnx module these "
@@ -148,15 +156,15 @@ def _check_logits(
     if odd:
         raise ValueError(
             f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be "
-            "trained; keep constants as plain arrays"
+            "trained; keep a constant as a plain array"
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.stats):
         if "float" not in str(leaf.dtype):
             where = "/".join(str(k.key) for k in path if hasattr(k, "key"))
             raise ValueError(
                 f"{flag}: {model.name} has the statistic {where} of {leaf.dtype}, and "
-                "servers take means of statistics; keep a counter as float32, and "
-                "constants as plain arrays"
+                "means are taken of statistics; keep a counter as float32, and a "
+                "constant as a plain array"
             )
     wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
     for shape_of, dtype in found:

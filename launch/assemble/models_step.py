@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 import models
+from fedjax_pfl import levels, types, widths
 from fedjax_pfl import teacher as teacher_lib
-from fedjax_pfl import types, widths
 from launch.assemble import computed, fit, model_files
 from launch.assemble.given import Settings
 from models import mixed, own_checks
@@ -69,23 +69,34 @@ def made(settings: Settings, normal: Normal) -> Models:
     return Models(server, tuple(clients), teacher, taught, known, hashes, notes)
 
 
+class AmongZerosError(ValueError):
+    """One line about a model whose slices need a chunk of their own."""
+
+
 def check_slices(
     settings: Settings, normal: Normal, model: types.Model, how: types.Execution
 ) -> None:
-    """Refuses slices that a run would not compute as they are (ValueError)."""
+    """Refuses slices that a run would not compute as they are (AmongZerosError).
+
+    These are an own model's in an algorithm with `types.Algorithm.is_among_zeros`.
+    """
     config, hparams = settings.config, settings.hparams
-    own = settings.entry.slices and config.model in settings.own_models
-    if not own or (how.chunk == 1 and how.is_bucketed):
+    is_own = config.model in settings.own_models
+    if not is_own or (how.chunk == 1 and how.is_bucketed):
         return
-    nets, few = widths.models(hparams, model), _few_examples(settings, normal)
-    if own_checks.is_same_among_zeros(nets[-1], nets[0], few):
+    nets = widths.models(hparams, model)
+    sizes = levels.possible(hparams, config.num_clients)
+    narrow, wide = sizes[0], sizes[-1] if how.is_bucketed else len(nets)
+    pair = nets[wide - 1], nets[narrow - 1]
+    few = _few_examples(settings, normal)
+    if narrow == wide or own_checks.is_same_among_zeros(*pair, few):
         return
     given = f"--client_chunk={how.chunk}" if how.is_bucketed else "--bucketed=False"
     cure = "client_chunk=1" if how.is_bucketed else "bucketed=True --client_chunk=1"
-    raise ValueError(
-        f"--model={config.model} computes something else with zeros in place of the "
-        "channels that a narrower client has not (a norm over channels, or a "
-        f"concatenation), and {given} computes clients so; give --{cure}, or norms "
+    raise AmongZerosError(
+        f"--model={config.model} computes something else where the channels of wider "
+        "clients are there and 0, for instance in a norm over channels, and with "
+        f"{given} clients of several widths are computed so; give --{cure}, or norms "
         "within each channel"
     )
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import algorithms
-from data import dataset, labels, loaders, partitions
+from data import dataset, labels, loaders, participation, partitions
 from data.partitions import file
 from fedjax_pfl import (
     levels,
@@ -19,7 +19,7 @@ from fedjax_pfl import (
     server_optimizer,
     types,
 )
-from launch.config import registry, schema, sweep
+from launch.config import registry, resolve, schema, sweep
 
 
 def of_options(
@@ -64,6 +64,16 @@ def of_options(
     ]
     if algorithm is not None and algorithm.serving is not None:
         out += _of_absent(config)
+    if config.init_from and not getattr(hparams, "shared_init", True):
+        out.append(
+            "--noshared_init has no effect, as all clients begin with the model of "
+            "--init_from"
+        )
+    if config.init_from and getattr(hparams, "num_bases", 1) > 1:
+        out.append(
+            f"all --num_bases={hparams.num_bases} models begin with the same numbers, "
+            "those of --init_from"
+        )
     is_own = config.algo not in algorithms.ALGORITHMS
     if is_own and algorithm is not None and not algorithm.messages:
         if algorithm.server is not None or algorithm.peers is not None:
@@ -112,15 +122,28 @@ def of_gpus(config: schema.Config) -> list[str]:
 
 def _of_absent(config: schema.Config) -> list[str]:
     """A line if a third of the clients, by expectation, are never drawn."""
-    count = config.num_clients
-    chance = (1 - config.clients_per_round / count) ** config.rounds
-    if not config.rounds or chance < 1 / 3:
+    # Unseen clients have metrics of their own.
+    count, size = (
+        config.num_clients - resolve.num_unseen(config),
+        config.clients_per_round,
+    )
+    there = participation.chances(config.availability, config.num_clients)[:count]
+    taken = np.minimum(1, size / np.maximum(there.sum(0), 1e-9))
+    # Some rounds of the table, and how often each of them comes
+    rounds = np.bincount(
+        np.arange(config.rounds) % there.shape[1], minlength=there.shape[1]
+    )
+    absent = ((1 - there * taken) ** rounds).prod(1).sum()
+    if not config.rounds or absent < count / 3:
         return []
+    given = f"--clients_per_round={size}" if size < count else ""
+    if config.availability:
+        given += f"{' and ' * bool(given)}--availability={config.availability}"
+    cure = "" if size == count else "; --clients_per_round=0 takes all"
     return [
-        f"about {chance * count:.0f} of {count} clients are in none of --rounds="
-        f"{config.rounds} with --clients_per_round={config.clients_per_round}, and "
-        "count in the clients' metrics with a model that never trained on their rows; "
-        "--clients_per_round=0 takes all"
+        f"about {absent:.0f} of {count} clients are in none of --rounds="
+        f"{config.rounds} with {given}, and count in the clients' metrics with a model "
+        f"that never trained on their rows{cure}"
     ]
 
 
@@ -211,11 +234,18 @@ def of_owners(
     return out
 
 
-def of_plans(specs: Sequence[types.PlanSpec], rows: np.ndarray) -> list[str]:
-    """A line about clients whose rows fill no batch of a plan, if there are any.
+def of_plans(
+    config: schema.Config, specs: Sequence[types.PlanSpec], rows: np.ndarray
+) -> list[str]:
+    """Lines about clients whose rows fill no batch of a plan, or not two steps.
 
     `rows` int[seeds, K] are the train rows of each client.
     """
+    if config.interrupted and all(spec.steps(rows).max() <= 1 for spec in specs):
+        return [
+            f"--interrupted={config.interrupted:g} has no effect, as no client takes "
+            "more than one step in a round"
+        ]
     found = {}
     for spec in specs:
         found[spec.batch_size] = ((rows > 0) & (spec.steps(rows) == 0)).sum(1).max()

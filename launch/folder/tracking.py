@@ -49,7 +49,7 @@ class Wandb(loop.Listener):
 
         path = pathlib.Path(self._folder).resolve()
         known = path / "wandb.id"
-        if not known.is_file():
+        if not (known.is_file() and known.read_text()):
             place = f"{socket.gethostname()}:{path}"
             # Earlier versions had an id for each path.
             earlier = hashlib.sha256(place.encode()).hexdigest()[:16]

@@ -92,6 +92,13 @@ class ClientModel(NamedTuple):
             "loss": float(-np.take_along_axis(log_p, y[..., None], -1).mean()),
         }
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is one model of stages, and not several, or numbers."""
+        mine, wanted = map(_kinds, (self.variables, self._like(self.model)))
+        are_stages = all(isinstance(one, Mapping) for one in self.variables.params)
+        return mine == wanted and are_stages
+
     def save(self, path: Any) -> pathlib.Path:
         """Writes the model to a file; see `model_files` and `program_file`.
 
@@ -103,9 +110,7 @@ class ClientModel(NamedTuple):
         path = model_files.checked(path, SUFFIXES)
         if path.suffix == program_file.SUFFIX:
             return self._save_program(path)
-        mine, wanted = map(_kinds, (self.variables, self._like(self.model)))
-        is_chain = all(isinstance(one, Mapping) for one in self.variables.params)
-        if mine != wanted or not is_chain:
+        if not self.is_chain:
             raise ValueError(
                 f"the client is served by {self.model.name}, which is not a single "
                 "model of arrays; write .stablehlo"
@@ -116,7 +121,8 @@ class ClientModel(NamedTuple):
             num_classes = self._num_classes()
             made = models.make(name, num_classes, self.model_width, level)
             # Methods of width serve a part of what the option makes.
-            width = self.model_width if _kinds(self._like(made)) == mine else None
+            like, mine = map(_kinds, (self._like(made), self.variables))
+            width = self.model_width if like == mine else None
 
         def write() -> str:
             given = path, self.model, self.variables, normal, width
@@ -166,8 +172,14 @@ class ClientModel(NamedTuple):
 
     def _values(self, x: Any) -> Any:
         """Puts a table's columns into the order of training; keeps other data."""
-        is_table = self.columns is not None and hasattr(x, "columns")
-        return frames.ordered(x, self.columns) if is_table else x
+        table = None if self.columns is None else doors.as_columns(x)
+        if table is None:
+            return x
+        if isinstance(table, Mapping):
+            import pandas
+
+            table = pandas.DataFrame(dict(table))
+        return frames.ordered(table, self.columns)
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
         """Converts images to the data set's shape and type, or refuses them."""
@@ -255,6 +267,10 @@ def find(
 
     def rows() -> model_files.Rows:
         trained = [np.asarray(one).reshape(-1) for one in (part.train.row, part.proxy)]
+        if algorithm.serves_adapted and client_id is not None:
+            rows = part.adapting
+            first, count = rows.start[client_id], rows.count[client_id]
+            trained.append(np.asarray(rows.row)[first : first + count])
         image = np.asarray(data.image)[: run.num_examples]
         return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
 

@@ -328,6 +328,8 @@ def test_a_norm_over_channels(problem):
         ):
             run("heterofl", **how)
     run("heterofl", client_chunk=1)
+    for same in ({"level_mix": "0:1"}, {"levels": "maximum"}, {"all_widths": True}):
+        build.experiment(algo="heterofl", client_chunk=2, **given | same)
     pair = (run("sheterofl", client_chunk=chunk) for chunk in (1, 2))
     chex.assert_trees_all_close(*pair, rtol=1e-4, atol=3e-5)
 

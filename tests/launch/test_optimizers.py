@@ -305,3 +305,39 @@ def test_other_frames_take_a_custom_one():
     }.items():
         experiment = ran(algo=algo, client_optimizer=optax.adamw, **data | more)
         assert np.isfinite(experiment.predict(0, image)).all(), algo
+
+
+def test_noise_of_clients_and_of_servers_differs():
+    """Between clients, rounds and seeds, though the key is the same."""
+
+    def noisy(learning_rate):
+        noise = optax.add_noise(1.0, 0.0, key=3)
+        return optax.chain(optax.scale(0.0), noise, optax.sgd(learning_rate))
+
+    def moves(of, **more):
+        """What each round adds: f32[rounds, seeds, models, P]."""
+        run = made(**{"num_seeds": 2, "local_epochs": 1} | more)
+        run.start()
+        states = [of(run)]
+        for until in (1, 2):
+            run.run(until, progress=False)
+            states.append(of(run))
+        return np.diff(np.array(states), axis=0)
+
+    def flat(tree):
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+    def clients(run):
+        return [[flat(run.params(c, seed=s)) for c in range(4)] for s in (0, 1)]
+
+    def server(run):
+        return [[flat(run.client_model(seed=s).variables.params)] for s in (0, 1)]
+
+    for found in (
+        moves(clients, algo="local", client_optimizer=noisy),
+        moves(server, algo="fedavg", server_optimizer=noisy, client_lr=0.0),
+    ):
+        rows = found.reshape(-1, found.shape[-1])
+        assert (rows.std(1) > 0).all()
+        apart = np.corrcoef(rows) - np.eye(len(rows))
+        assert np.abs(apart).max() < 0.5, apart

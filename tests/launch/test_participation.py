@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import models
 from data import participation
@@ -26,6 +27,7 @@ COMMON = {
     **{"rounds": 3, "eval_every": 1, "local_epochs": 2, "batch_size": 5},
     **{"clients_per_round": 4, "devices": 1},
 }
+NO_ONE = {"algo": "majority", "local_epochs": None, "batch_size": None}
 SPEED = [1.0, 0.01, 2.0, 0.02, 1.0, 0.5, 0.03, 1.0]
 
 
@@ -388,6 +390,7 @@ def test_curves_over_the_clock(tmp_path):
         ({"round_seconds": 9.0, "algo": "dfedavg"}, "--round_seconds=9.0: .* peers"),
         ({"round_seconds": 1e-6}, "--round_seconds=1e-06: no client does a local step"),
         ({"interrupted": 1.5}, "--interrupted=1.5: expected at most 1"),
+        ({"interrupted": 0.5, **NO_ONE}, "nobody trains in --algo=majority"),
         ({"client_speed": "uniform:1"}, "--client_speed=uniform:1: .* lognormal:S"),
         ({"client_speed": "lognormal:"}, "--client_speed=lognormal:: expected"),
         ({"client_speed": [1.0] * 7 + [0]}, "numbers above 0"),
@@ -422,3 +425,50 @@ def test_a_step_that_ends_at_the_deadline_is_done():
     where = 0, np.arange(1), np.array([1])
     (steps,) = who.in_time([types.PlanSpec("local", 1, 10)], np.full(1, 60), *where)
     assert steps.tolist() == [5]
+
+
+def with_exits():
+    body, exit = nn.Dense(8), nn.Dense(3)
+    return [("one", body, exit), ("two", body, exit)]
+
+
+@pytest.mark.parametrize("algo", ["heterofl", "splitmix", "depthfl"])
+def test_one_level_of_several_is_a_part(algo):
+    """Its clients compute the least submodel, not the model that it is cut from."""
+    model = with_exits() if algo == "depthfl" else "narrow"
+    given = {"algo": algo, "model": model, "level_mix": "1:1"}
+    given |= {"num_bases": 2} if algo == "splitmix" else {}
+    every, least = (
+        made(**given, max_level=top, client_speed="lognormal:0").planner._who
+        for top in (2, 1)
+    )
+    np.testing.assert_allclose(least.macs, every.macs[:, :1])
+    np.testing.assert_allclose(least.num_bytes, every.num_bytes[:1])
+    assert (every.macs[:, 0] < every.macs[:, 1]).all()
+
+
+def test_clients_that_are_absent_are_noted(tmp_path):
+    """By their draws and by when they are there, but not those that never train."""
+
+    def absent(**given):
+        lines = [n for n in made(algo="fedper", **given).notes if "none of" in n]
+        return lines[0] if lines else ""
+
+    assert (
+        "about 3 of 8 clients are in none of --rounds=3 with --clients_per_"
+        in absent(clients_per_round=2)
+    )
+    line = absent(clients_per_round=8, availability="0.1")
+    assert "about 6 of 8 clients" in line and "with --availability=0.1, and" in line
+    assert "takes all" not in line
+    first = file(tmp_path, [1] + [0] * 7)
+    assert "about 7 of 8" in absent(clients_per_round=8, availability=first)
+    assert not absent(clients_per_round=0, unseen_clients=6)
+
+
+def test_one_step_cannot_be_interrupted():
+    """A line says so; two may."""
+    given = {"interrupted": 0.5, "local_epochs": 1}
+    lines = [made(**given, batch_size=size).notes for size in (60, 5)]
+    found = ["--interrupted=0.5 has no effect" in str(one) for one in lines]
+    assert found == [True, False]

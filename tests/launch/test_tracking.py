@@ -1,8 +1,10 @@
 """TensorBoard's files and metrics.csv say what metrics.jsonl says."""
 
 import csv
+import hashlib
 import json
 import shutil
+import socket
 import sys
 
 import pytest
@@ -150,8 +152,12 @@ def test_wandb_runs_are_those_of_folders(tmp_path, monkeypatch):
     run(resume=True, rounds=conftest.SIX["rounds"] + 1)
     shutil.rmtree(folder)
     run()
-    first, resumed, anew = sys.modules.pop("wandb").given
-    assert first == resumed != anew
+    (folder / "wandb.id").unlink()  # earlier versions named it by the path
+    run(resume=True, rounds=conftest.SIX["rounds"] + 1)
+    first, resumed, anew, earlier = sys.modules.pop("wandb").given
+    assert first == resumed and len({first, anew, earlier}) == 3
+    place = f"{socket.gethostname()}:{folder.resolve()}"
+    assert earlier == hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 def test_wandb_is_missing(tmp_path):

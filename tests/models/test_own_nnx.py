@@ -255,11 +255,22 @@ def test_stages_share_no_variables():
         return nnx.Linear(6, outputs, rngs=nnx.Rngs(0))
 
     body, head = linear(6), linear(3)
-    line = "stage two has variables of stage one, and stages train"
-    for given in (
-        [("one", body), ("two", nnx.Sequential(nnx.tanh, body)), ("three", head)],
-        [("one", body, head), ("two", linear(6), head)],
+    for given, line in (
+        (
+            [("one", body), ("two", nnx.Sequential(nnx.tanh, body)), ("three", head)],
+            "stage two has variables of stage one, and",
+        ),
+        (
+            [("one", body, head), ("two", linear(6), head)],
+            "the exit of stage two has variables of the exit of stage one",
+        ),
+        (
+            [("one", body, nnx.Sequential(body, head)), ("two", linear(6), linear(3))],
+            "the exit of stage one has variables of stage one,",
+        ),
     ):
         with pytest.raises(ValueError, match=line):
             own.chain(given)
-    assert len(own.chain([body, nnx.clone(body), head]).stage_names) == 3
+    drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # a random stream is nobody's
+    first, second = (nnx.Sequential(linear(6), drop) for _ in range(2))
+    assert len(own.chain([first, second, head]).stage_names) == 3

@@ -91,6 +91,40 @@ def test_layers_of_a_sequential_in_a_sequential_get_the_mode():
         np.testing.assert_allclose(out, wanted, rtol=1e-6)
 
 
+class Pair(nn.Module):
+    """Gives two arrays, as a tuple or by name."""
+
+    is_named: bool
+
+    @nn.compact
+    def __call__(self, h):
+        return {"a": h, "b": 2 * h} if self.is_named else (h, 2 * h)
+
+
+class Sum(nn.Module):
+    """Takes two arrays, and the mode, which its field may fix."""
+
+    is_training: bool | None = None
+
+    @nn.compact
+    def __call__(self, a, b, is_training=None):
+        fixed = self.is_training, is_training
+        return nn.Dense(3)(a + b) * nn.merge_param("is_training", *fixed)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_sequential_in_a_sequential_takes_several_arrays(is_named):
+    """As in linen."""
+    layers = [Pair(is_named), nn.Sequential([Sum(True), nn.relu])]
+    model, plain = own.chain(nn.Sequential(layers)), nn.Sequential(layers)
+    (params,), _ = variables = model.init(KEY, examples())
+    found, _ = model.forward(*variables, examples())
+    wanted = plain.apply({"params": params["trunk"]}, examples())
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    told = own.chain(nn.Sequential([Pair(is_named), nn.Sequential([Sum()])]))
+    assert not told.forward(*told.init(KEY, examples()), examples())[0].any()
+
+
 def test_what_stays_one_stage():
     """One layer with parameters, a Sequential in a list, and shared layers."""
     dense = nn.Dense(4)
