@@ -8,8 +8,6 @@ from launch.assemble.given import Settings
 from launch.assemble.task_step import Planned
 from models import counts
 
-_ALL = ("availability", "interrupted", "client_speed", "round_seconds")
-
 
 def made(
     settings: Settings, planned: Planned, algorithm: types.Algorithm
@@ -26,12 +24,6 @@ def made(
                 f"--{flag}={options.text(value)}: clients of --algo={config.algo} pull "
                 "from peers, which are always there; omit it"
             )
-    flags = [name for name in _ALL if getattr(config, name)]
-    if flags and not algorithm.plans:
-        value = options.text(getattr(config, flags[0]))
-        raise ValueError(
-            f"--{flags[0]}={value}: nobody trains in --algo={config.algo}; omit it"
-        )
     is_timed = config.client_speed or config.round_seconds
     if not (config.availability or config.interrupted or is_timed):
         return None

@@ -237,10 +237,14 @@ def of_owners(
 def of_plans(
     config: schema.Config, specs: Sequence[types.PlanSpec], rows: np.ndarray
 ) -> list[str]:
-    """Lines about clients whose rows fill no batch of a plan, or not two steps.
+    """Lines about clients that cannot be stopped, or whose rows fill no batch.
 
     `rows` int[seeds, K] are the train rows of each client.
     """
+    names = "availability", "interrupted", "client_speed", "round_seconds"
+    given = [f"--{name}" for name in names if getattr(config, name)]
+    if given and not specs:
+        return [f"{', '.join(given)}: nobody trains in --algo={config.algo}"]
     if config.interrupted and all(spec.steps(rows).max() <= 1 for spec in specs):
         return [
             f"--interrupted={config.interrupted:g} has no effect, as no client takes "
