@@ -115,12 +115,17 @@ def capability(hparams: Levels, num_clients: int) -> np.ndarray:
 
 def possible(hparams: Levels, num_clients: int) -> np.ndarray:
     """int[n]: the levels at which clients may train, in order."""
-    largest, able = top(hparams), capability(hparams, num_clients)
-    if hparams.levels == "dynamic":
-        able = 1 + np.flatnonzero(mix(hparams))
+    largest, able = top(hparams), _able(hparams, num_clients)
     if hparams.exclusive:
         able = able[able >= largest]
     return np.unique(np.minimum(able, largest))
+
+
+def _able(hparams: Levels, num_clients: int) -> np.ndarray:
+    """int[n]: what each client can hold, or where levels are drawn what one may."""
+    if hparams.levels == "dynamic":
+        return 1 + np.flatnonzero(mix(hparams))
+    return capability(hparams, num_clients)
 
 
 def assigned(hparams: Levels, num_clients: int) -> tuple:
@@ -129,12 +134,12 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
     Levels are int[K], or a function of the round where they are drawn. The clients are
     bool[K], or None for all. Raises ValueError if options contradict each other.
     """
-    largest, able = top(hparams), capability(hparams, num_clients)
-    if largest not in possible(hparams, num_clients):
+    largest, able = top(hparams), _able(hparams, num_clients)
+    if able.max() < largest:
         raise ValueError(
             f"--level_mix={hparams.level_mix} gives none of --num_clients="
             f"{num_clients} level {largest}; change it, or give --max_level="
-            f"{possible.max()}"
+            f"{able.max()}"
         )
     if hparams.levels == "dynamic":
         return _drawn(mix(hparams), largest), None

@@ -728,7 +728,8 @@ class Algorithm(NamedTuple):
         serves_adapted: Whether `serving` adapts models to the clients' own rows, also
             for clients that never train.
         is_among_zeros: Whether a chunk computes narrower clients in the form of the
-            widest one, with zeros in place of the channels that they do not hold.
+            widest one, with zeros in place of the channels that they do not hold. Its
+            options are `levels.Levels`.
     """
 
     plans: tuple[PlanSpec, ...]

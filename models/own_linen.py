@@ -92,13 +92,14 @@ class Layers(nn.Module):
 
     @nn.compact
     def __call__(self, *args, sample_mask, train, **more):
+        # Several arrays are one value between layers and stages.
+        h = more or (args[0] if len(args) == 1 else args)
         for layer in self.layers[self.first : self.last]:
             is_module = isinstance(layer, nn.Module)
             takes = _modes_of(layer) if is_module else set()
             modes = own_stage.modes(takes, sample_mask, train)
-            h = layer(*args, **more, **modes)
             if isinstance(h, dict):
-                args, more = (), h
+                h = layer(**h, **modes)
             else:
-                args, more = h if isinstance(h, tuple) else (h,), {}
+                h = layer(*(h if isinstance(h, tuple) else (h,)), **modes)
         return h

@@ -19,7 +19,7 @@ from fedjax_pfl import (
     server_optimizer,
     types,
 )
-from launch.config import registry, resolve, schema, sweep
+from launch.config import registry, schema, sweep
 
 
 def of_options(
@@ -62,8 +62,6 @@ def of_options(
         if field.metadata.get("is_in_rounds")
         and getattr(hparams, field.name) > config.rounds
     ]
-    if algorithm is not None and algorithm.serving is not None:
-        out += _of_absent(config)
     if config.init_from and not getattr(hparams, "shared_init", True):
         out.append(
             "--noshared_init has no effect, as all clients begin with the model of "
@@ -120,30 +118,36 @@ def of_gpus(config: schema.Config) -> list[str]:
     return out
 
 
-def _of_absent(config: schema.Config) -> list[str]:
-    """A line if a third of the clients, by expectation, are never drawn."""
-    # Unseen clients have metrics of their own.
-    count, size = (
-        config.num_clients - resolve.num_unseen(config),
-        config.clients_per_round,
-    )
-    there = participation.chances(config.availability, config.num_clients)[:count]
+def of_absent(
+    config: schema.Config, algorithm: types.Algorithm, is_unseen: np.ndarray
+) -> list[str]:
+    """A line if a third of the clients, by expectation, take part in no round.
+
+    Those that are `is_unseen` bool[K] have metrics of their own.
+    """
+    if algorithm.serving is None or not algorithm.plans:
+        return []
+    there = participation.chances(config.availability, config.num_clients)[~is_unseen]
+    (count, period), size = there.shape, config.clients_per_round
     taken = np.minimum(1, size / np.maximum(there.sum(0), 1e-9))
-    # Some rounds of the table, and how often each of them comes
-    rounds = np.bincount(
-        np.arange(config.rounds) % there.shape[1], minlength=there.shape[1]
-    )
-    absent = ((1 - there * taken) ** rounds).prod(1).sum()
+    # How often each round of the table comes
+    often = np.bincount(np.arange(config.rounds) % period, minlength=period)
+    absent = ((1 - there * taken) ** often).prod(1).sum()
     if not config.rounds or absent < count / 3:
         return []
-    given = f"--clients_per_round={size}" if size < count else ""
-    if config.availability:
-        given += f"{' and ' * bool(given)}--availability={config.availability}"
-    cure = "" if size == count else "; --clients_per_round=0 takes all"
+    given, cure = [], ""
+    if (taken < 1).any():
+        given, cure = (
+            [f"--clients_per_round={size}"],
+            "; --clients_per_round=0 takes all",
+        )
+    if (there < 1).any():
+        given.append(f"--availability={config.availability}")
+        cure += " that are there" if cure else ""
     return [
         f"about {absent:.0f} of {count} clients are in none of --rounds="
-        f"{config.rounds} with {given}, and count in the clients' metrics with a model "
-        f"that never trained on their rows{cure}"
+        f"{config.rounds} with {' and '.join(given)}, and count in the clients' "
+        f"metrics with a model that never trained on their rows{cure}"
     ]
 
 
@@ -241,25 +245,25 @@ def of_plans(
 
     `rows` int[seeds, K] are the train rows of each client.
     """
-    names = "availability", "interrupted", "client_speed", "round_seconds"
-    given = [f"--{name}" for name in names if getattr(config, name)]
-    if given and not specs:
-        return [f"{', '.join(given)}: nobody trains in --algo={config.algo}"]
-    if config.interrupted and all(spec.steps(rows).max() <= 1 for spec in specs):
-        return [
+    out, found = [], {}
+    names = [name for name in ("interrupted", "round_seconds") if getattr(config, name)]
+    if names and not specs:
+        given = " and ".join(f"--{name}" for name in names)
+        out.append(f"{given}: clients of --algo={config.algo} take no local step")
+    elif config.interrupted and all(spec.steps(rows).max() <= 1 for spec in specs):
+        out.append(
             f"--interrupted={config.interrupted:g} has no effect, as no client takes "
             "more than one step in a round"
-        ]
-    found = {}
+        )
     for spec in specs:
         found[spec.batch_size] = ((rows > 0) & (spec.steps(rows) == 0)).sum(1).max()
     size = max(found, key=found.get, default=0)
-    if not found.get(size):
-        return []
-    return [
-        f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than the "
-        f"{size} train rows of a step and take none"
-    ]
+    if found.get(size):
+        out.append(
+            f"--drop_last: {found[size]} of {rows.shape[1]} clients have fewer than "
+            f"the {size} train rows of a step and take none"
+        )
+    return out
 
 
 def of_constants(

@@ -93,11 +93,11 @@ class ClientModel(NamedTuple):
         }
 
     @property
-    def is_chain(self) -> bool:
-        """Whether it is one model of stages, and not several, or numbers."""
-        mine, wanted = map(_kinds, (self.variables, self._like(self.model)))
-        are_stages = all(isinstance(one, Mapping) for one in self.variables.params)
-        return mine == wanted and are_stages
+    def has_stages(self) -> bool:
+        """Whether its layers are those of one model, and not of several."""
+        pairs = zip(self.variables.params, self._like(self.model).params, strict=False)
+        layers = [pair for pair in pairs if isinstance(pair[0], Mapping)]
+        return bool(layers) and all(_kinds((a,)) == _kinds((b,)) for a, b in layers)
 
     def save(self, path: Any) -> pathlib.Path:
         """Writes the model to a file; see `model_files` and `program_file`.
@@ -110,7 +110,9 @@ class ClientModel(NamedTuple):
         path = model_files.checked(path, SUFFIXES)
         if path.suffix == program_file.SUFFIX:
             return self._save_program(path)
-        if not self.is_chain:
+        mine, wanted = map(_kinds, (self.variables, self._like(self.model)))
+        is_chain = all(isinstance(one, Mapping) for one in self.variables.params)
+        if mine != wanted or not is_chain:
             raise ValueError(
                 f"the client is served by {self.model.name}, which is not a single "
                 "model of arrays; write .stablehlo"
@@ -121,8 +123,7 @@ class ClientModel(NamedTuple):
             num_classes = self._num_classes()
             made = models.make(name, num_classes, self.model_width, level)
             # Methods of width serve a part of what the option makes.
-            like, mine = map(_kinds, (self._like(made), self.variables))
-            width = self.model_width if like == mine else None
+            width = self.model_width if _kinds(self._like(made)) == mine else None
 
         def write() -> str:
             given = path, self.model, self.variables, normal, width
@@ -178,7 +179,8 @@ class ClientModel(NamedTuple):
         if isinstance(table, Mapping):
             import pandas
 
-            table = pandas.DataFrame(dict(table))
+            with files.named("the table"):
+                table = pandas.DataFrame(dict(table))
         return frames.ordered(table, self.columns)
 
     def _checked(self, images: np.ndarray) -> np.ndarray:
@@ -268,9 +270,9 @@ def find(
     def rows() -> model_files.Rows:
         trained = [np.asarray(one).reshape(-1) for one in (part.train.row, part.proxy)]
         if algorithm.serves_adapted and client_id is not None:
-            rows = part.adapting
-            first, count = rows.start[client_id], rows.count[client_id]
-            trained.append(np.asarray(rows.row)[first : first + count])
+            own = part.adapting
+            first, count = own.start[client_id], own.count[client_id]
+            trained.append(np.asarray(own.row)[first : first + count])
         image = np.asarray(data.image)[: run.num_examples]
         return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
 

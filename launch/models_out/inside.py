@@ -90,12 +90,12 @@ def confusion(run: Run, *where: Any) -> pandas.DataFrame:
 def embeddings(run: Run, stage: int | str, *where: Any) -> np.ndarray:
     """The output f32[n, ...] of a stage (its name or index) on a client's rows."""
     found, _, images = _asked(run, *where)
-    if not found.is_chain:
+    names = found.model.stage_names
+    if not found.has_stages:
         raise ValueError(
             f"embeddings: the client is served by {found.model.name}, which is not a "
             "single model of stages"
         )
-    names = found.model.stage_names
     index = names.index(stage) if stage in names else stage
     if not isinstance(index, int) or not 0 <= index < len(names):
         raise ValueError(f"stage={stage!r}: expected one of {', '.join(names)}")

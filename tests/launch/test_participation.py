@@ -462,6 +462,12 @@ def test_clients_that_are_absent_are_noted(tmp_path):
     first = file(tmp_path, [1] + [0] * 7)
     assert "about 7 of 8" in absent(clients_per_round=8, availability=first)
     assert not absent(clients_per_round=0, unseen_clients=6)
+    run = made(algo="fedper", unseen_clients=4)
+    unseen = run.data.partition.is_unseen[0]
+    never = file(tmp_path, np.where(unseen, 0.0, 1.0).tolist())
+    assert not absent(clients_per_round=0, unseen_clients=4, availability=never)
+    line = absent(clients_per_round=4, availability="0.05")
+    assert "with --availability=0.05, and" in line and "takes all" not in line
 
 
 def test_one_step_cannot_be_interrupted():
@@ -471,5 +477,6 @@ def test_one_step_cannot_be_interrupted():
     found = ["--interrupted=0.5 has no effect" in str(one) for one in lines]
     assert found == [True, False]
     none = {"algo": "majority", "local_epochs": None, "batch_size": None}
-    line = "--interrupted, --round_seconds: nobody trains in --algo=majority"
-    assert line in made(interrupted=0.5, round_seconds=1.0, **none).notes
+    line = "--interrupted and --round_seconds: clients of --algo=majority take no loc"
+    lines = made(interrupted=0.5, round_seconds=1.0, **none).notes
+    assert any(one.startswith(line) for one in lines)

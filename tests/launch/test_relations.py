@@ -203,7 +203,7 @@ eval_clients notes c_gen=true
 eval_metrics only images
 eval_model excludes server_optimizer=sgd/adam/adagrad/yogi
 eval_moments only images
-examples_per_client excludes partition=natural/file:PATH
+examples_per_client excludes partition=natural/file:PATH/cdkt/cdkt_code/cdkt_paper
 exclusive needs levels=fixed
 first_layer needs layer_dropping=true
 fixed_graph needs topology=random/regular/erdos_renyi

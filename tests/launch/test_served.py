@@ -35,6 +35,9 @@ def test_several_models_have_no_stage():
     """Not their answers in the place of a stage's outputs."""
     with pytest.raises(ValueError, match="2 x mlp, which is not a single model of st"):
         made(**TWO_BASES).embeddings(1, "dense1")
+    for algo in ("fedproto", "fedper"):
+        found = made(algo=algo).embeddings(1, "dense1")
+        assert found.ndim == 2 and found.shape[1] != 3
 
 
 def test_rows_that_adapt_are_rows_of_the_model(tmp_path):

@@ -121,6 +121,11 @@ def test_a_sequential_in_a_sequential_takes_several_arrays(is_named):
     found, _ = model.forward(*variables, examples())
     wanted = plain.apply({"params": params["trunk"]}, examples())
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    split = own.chain(
+        nn.Sequential([nn.Dense(6), *layers, nn.Sequential([])]), (), EXAMPLE
+    )
+    assert len(split.stage_names) == 2
+    assert split.forward(*split.init(KEY, examples()), examples())[0].shape == (6, 3)
     told = own.chain(nn.Sequential([Pair(is_named), nn.Sequential([Sum()])]))
     assert not told.forward(*told.init(KEY, examples()), examples())[0].any()
 
