@@ -10,10 +10,7 @@ from flax import linen as nn
 
 from models import own_stage
 
-MERGED = (
-    *("train", "training", "is_training"),
-    *("deterministic", "use_running_average"),
-)
+MERGED = ("training", "is_training", "deterministic", "use_running_average")
 
 
 @dataclasses.dataclass(frozen=True)

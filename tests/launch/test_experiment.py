@@ -283,7 +283,7 @@ def test_embeddings_of_a_stage_with_an_exit(monkeypatch):
     net = SimpleNamespace(stage_names=("one", "two"), forward=forward)
     data = SimpleNamespace(normalised=lambda x: x / 2)
     given = {"model": net, "variables": ((), ()), "data": data, "precision": None}
-    found = SimpleNamespace(**given)
+    found = SimpleNamespace(**given, has_stages=True)
     monkeypatch.setattr(inside, "_asked", lambda *_: (found, None, np.arange(3)))
     for index, name in enumerate(("one", "two")):
         for stage in (index, name):
@@ -856,7 +856,7 @@ class Named(nn.Module):
         (Sown(), "collections grow in train mode"),
         (Noisy(), "noise"),
         (Pair(), "it gives a tuple, expected logits"),
-        (Named(), "'is_testing'.*takes `train`, `training`, `deterministic`"),
+        (Named(), "'is_testing'.*takes `train`, `training`, `is_training`"),
     ],
 )
 def test_modules_that_do_not_train(arrays, module, part):

@@ -186,7 +186,10 @@ def scaled(scale):
     """A net of widths whose use of HeteroFL's scaler is edited."""
 
     def net(width, scaler):
-        return Field(lambda x: x / (scaler if scale == 1 else scaler**2))
+        def act(x):
+            return x / (scaler if scale == 1 else scaler**2)
+
+        return nn.Sequential([nn.Dense(int(8 * width)), Field(act)])
 
     return net
 
