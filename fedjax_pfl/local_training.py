@@ -372,8 +372,7 @@ def train(
     first = each_client.Trained(
         params=start.params,
         stats=start.stats,
-        # Step keys are of numbers from 0.
-        opt_state=optimizer.seeded(begun, jax.random.fold_in(key, 1 << 31)),
+        opt_state=optimizer.seeded(begun, key),
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
         measured=tuple(
             stacked.zeros(jax.eval_shape(one, start.params)) for one in measures

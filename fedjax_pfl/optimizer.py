@@ -306,7 +306,9 @@ def seeded(opt_state: Any, key: jax.Array) -> Any:
         if not (is_raw or _is_key(leaf)):
             return leaf
         given = jax.random.wrap_key_data(leaf) if is_raw else leaf
-        for part in jax.random.bits(jax.random.fold_in(key, number), (2,)):
+        # Others fold in numbers from 0, such as those of steps.
+        own = jax.random.fold_in(key, (1 << 31) + number)
+        for part in jax.random.bits(own, (2,)):
             given = jax.random.fold_in(given, part)
         return jax.random.key_data(given) if is_raw else given
 

@@ -137,10 +137,8 @@ def of_absent(
         return []
     given, cure = [], ""
     if (taken < 1).any():
-        given, cure = (
-            [f"--clients_per_round={size}"],
-            "; --clients_per_round=0 takes all",
-        )
+        given.append(f"--clients_per_round={size}")
+        cure = "; --clients_per_round=0 takes all"
     if (there < 1).any():
         given.append(f"--availability={config.availability}")
         cure += " that are there" if cure else ""
