@@ -42,6 +42,8 @@ PARTITIONS = {
     "natural": "the owners of the rows, where the data name them",
     "file:PATH": "the rows of each client in an npz file (--export_partition)",
 }
+# Those whose clients have sizes of their own
+SIZED = cdkt.KINDS
 DRAWS = client_dirichlet.DRAWS
 TEST_SPLITS, Split, note = held_out.TEST_SPLITS, parts.Split, file.note
 

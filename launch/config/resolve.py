@@ -84,7 +84,7 @@ def resolve(
             least = rules.get("min_examples", least)
         rules["num_clients"] = _owners(config, source, least)
         rules["examples_per_client"] = 0
-    if partition in partitions.cdkt.KINDS:
+    if partition in partitions.SIZED:
         rules["examples_per_client"] = 0
     if not source.num_test and rules["test_split"] == "official":
         # Unlike the paper's data, these have no official test rows.

@@ -264,7 +264,7 @@ class Data:
         0,
         "use only this many examples per client on average, 0 = all",
         minimum=0,
-        excludes={"partition": ("natural", "file:PATH", *partitions.cdkt.KINDS)},
+        excludes={"partition": ("natural", "file:PATH", *partitions.SIZED)},
     )
     train_share: float = _image_option(
         1.0,
