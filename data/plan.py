@@ -275,6 +275,11 @@ class Planner:
         )
 
     @property
+    def chance(self) -> np.ndarray:
+        """f64[K, R], of each client to be available in rounds that repeat."""
+        return self._who.chance if self._who else np.ones((len(self._slot), 1))
+
+    @property
     def most_owned(self) -> int:
         """The most clients of one of the first rounds whose rows one device has.
 

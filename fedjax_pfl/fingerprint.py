@@ -62,8 +62,7 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
 def _constants(jaxpr: core.ClosedJaxpr) -> Iterator[np.ndarray]:
     """The arrays in a jaxpr, including those of inner jaxprs."""
     for constant in jaxpr.consts:
-        if views.is_key(constant):
-            constant = jax.random.key_data(constant)
+        constant = views.numbers(constant)
         yield np.asarray(constant)
     yield from _inner(jaxpr.jaxpr)
 
@@ -92,8 +91,8 @@ def _of_python(value: Any, known: tuple[int, ...] = ()) -> Iterator[np.ndarray]:
     """
     if id(value) in known:
         return
-    if isinstance(value, jax.Array) and views.is_key(value):
-        value = jax.random.key_data(value)
+    if isinstance(value, jax.Array):
+        value = views.numbers(value)
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         array = np.asarray(value)
         yield np.frombuffer(f"{array.dtype}{array.shape}".encode(), np.uint8)

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl import boundary, options, shapes, stacked, types
+from fedjax_pfl.rows import views
 
 # Optimizers of optax that need only a learning rate and gradients, and treat each entry
 # or each array separately, so that each stage may have its own state
@@ -250,20 +251,13 @@ def check(hparams: Any) -> None:
     if not is_kept or not isinstance(tx, _Joint):
         return
     ones = jax.tree.map(np.ones_like, PROBE)
-    states = [jax.tree.map(_numbers, tx.init(params)) for params in (PROBE, ones)]
-    if not jax.tree.all(jax.tree.map(np.array_equal, *states)):
+    begun = [jax.tree.map(jnp.asarray, tx.init(params)) for params in (PROBE, ones)]
+    zero, one = (jax.tree.map(views.numbers, state) for state in begun)
+    if not jax.tree.all(jax.tree.map(np.array_equal, zero, one)):
         raise ValueError(
             f"--optimizer_state=persist: the first state of "
             f"{hparams.client_optimizer} depends on the parameters; give reset"
         )
-
-
-def _numbers(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
 
 
 PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float32)})
@@ -275,7 +269,7 @@ def fingerprint(given: Custom) -> str:
     traced = jax.make_jaxpr(lambda *args: given.step(*args))(0.1, PROBE, PROBE)
     digest = hashlib.sha256()
     for constant in traced.consts:
-        digest.update(np.ascontiguousarray(_numbers(constant)).data)
+        digest.update(np.ascontiguousarray(views.numbers(jnp.asarray(constant))).data)
     return re.sub(r" at 0x[0-9a-f]+", "", str(traced)) + digest.hexdigest()
 
 
@@ -302,8 +296,9 @@ def seeded(opt_state: Any, key: jax.Array) -> Any:
     """
 
     def one(number: int, leaf: Any) -> Any:
-        is_raw = leaf.dtype == jnp.uint32 and leaf.shape == (2,)
-        if not (is_raw or _is_key(leaf)):
+        array = jnp.asarray(leaf)  # a state may hold Python's numbers
+        is_raw = array.dtype == jnp.uint32 and array.shape == (2,)
+        if not (is_raw or views.is_key(array)):
             return leaf
         given = jax.random.wrap_key_data(leaf) if is_raw else leaf
         # Others fold in numbers from 0, such as those of steps.

@@ -114,7 +114,7 @@ def once(fn: Callable[[Any], Any], how: execution.Execution, given: Any) -> Any:
 
 def _as_numbers(leaf: jax.Array) -> jax.Array:
     """A leaf that can be summed: keys become their data, and bools integers."""
-    leaf = jax.random.key_data(leaf) if views.is_key(leaf) else leaf
+    leaf = views.numbers(leaf)
     return leaf.astype(jnp.uint8) if leaf.dtype == bool else leaf
 
 

@@ -233,8 +233,7 @@ def _difference(one: Experiment, other: Experiment) -> float:
 def _numbers(tree: Any) -> list[np.ndarray]:
     """Copies of a state's arrays, in which random keys are their numbers."""
     leaves = map(views.materialised, jax.tree.leaves(tree))
-    data = jax.random.key_data
-    return [np.array(data(x) if views.is_key(x) else x) for x in leaves]
+    return [np.array(views.numbers(leaf)) for leaf in leaves]
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> float:

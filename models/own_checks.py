@@ -29,9 +29,12 @@ def is_close(one: Any, other: Any) -> bool:
     return all(_agree(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
-def _agree(a: np.ndarray, b: np.ndarray) -> bool:
-    size = max(np.abs(np.nan_to_num(a)).max(initial=0), 1.0)
-    return np.allclose(a, b, rtol=0, atol=1e-3 * size, equal_nan=True)
+def _agree(
+    a: np.ndarray, b: np.ndarray, share: float = 1e-3, least: float = 1.0
+) -> bool:
+    """Whether they differ by at most a share of the largest number, or of `least`."""
+    size = max(np.abs(np.nan_to_num(a)).max(initial=0), least)
+    return np.allclose(a, b, rtol=0, atol=share * size, equal_nan=True)
 
 
 def gives_nan(model: types.Model, x: np.ndarray) -> bool:
@@ -69,6 +72,11 @@ def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
     return "depends in eval mode on the other examples of the batch"
 
 
+def name_at(path: tuple[Any, ...]) -> str:
+    """The names of a path in a tree, with slashes between them."""
+    return "/".join(str(key.key) for key in path if hasattr(key, "key"))
+
+
 def check_narrower(
     model: types.Model, narrow: types.Model, rate: float, example: jax.ShapeDtypeStruct
 ) -> None:
@@ -95,10 +103,9 @@ def check_narrower(
         )
     for (path, a), b in zip(paths, jax.tree.leaves(small), strict=True):
         if len(a.shape) != len(b.shape) or any(map(operator.gt, b.shape, a.shape)):
-            name = "/".join(str(k.key) for k in path if hasattr(k, "key"))
             raise ValueError(
-                f"{line} gives {name} the shape {list(b.shape)}, expected at most "
-                f"{list(a.shape)}, as at width=1; multiply hidden widths by it"
+                f"{line} gives {name_at(path)} the shape {list(b.shape)}, expected at "
+                f"most {list(a.shape)}, as at width=1; multiply hidden widths by it"
             )
 
 
@@ -118,12 +125,10 @@ def is_same_among_zeros(model: types.Model, narrow: types.Model, x: np.ndarray) 
         alone, among = (one.forward(*given, x)[0] for one, given in pair)
         return alone, among
 
-    for a, b in zip(*map(jax.tree.leaves, outputs(x)), strict=True):
-        # Rounding in bfloat16 is below a hundredth.
-        atol = 0.03 * np.abs(np.nan_to_num(a)).max(initial=0)
-        if not np.allclose(a, b, rtol=0, atol=atol, equal_nan=True):
-            return False
-    return True
+    pairs = zip(*map(jax.tree.leaves, outputs(x)), strict=True)
+    # Rounding in bfloat16 is below a hundredth.
+    share = {"share": 0.03, "least": 0.0}
+    return all(_agree(np.asarray(a), np.asarray(b), **share) for a, b in pairs)
 
 
 def _among_zeros(

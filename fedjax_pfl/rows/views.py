@@ -54,6 +54,11 @@ def is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+def numbers(leaf: Any) -> Any:
+    """The leaf, or the numbers uint32[..., n] of random keys."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
 def pieces_of(leaf: Any) -> Iterator[np.ndarray]:
     """A leaf's numbers in order, flat, at most `PIECE_BYTES` at once."""
     if isinstance(leaf, Streamed):
@@ -63,8 +68,7 @@ def pieces_of(leaf: Any) -> Iterator[np.ndarray]:
         if isinstance(array, jax.Array):
             # This process's copy, so that computing with it involves no other.
             array = array.addressable_data(0)
-        if is_key(array):
-            array = jax.random.key_data(array)
+        array = numbers(array)
         if array.nbytes <= PIECE_BYTES:
             if array.size:
                 yield np.ascontiguousarray(jax.device_get(array)).reshape(-1)

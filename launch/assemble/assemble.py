@@ -111,9 +111,10 @@ def assemble(
     hashes = _hashes(settings, data, made.planner)
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     lines = notes.of_constants(config, others, normal)
-    is_unseen = data.partition.is_unseen[0]
-    lines += notes.of_absent(config, made.program.algorithm, is_unseen)
-    lines += notes.of_plans(config, made.program.algorithm.plans, planned.num_rows)
+    algorithm = made.program.algorithm
+    there = made.planner.chance[~data.partition.is_unseen[0]]
+    lines += notes.of_absent(config, algorithm, there)
+    lines += notes.of_plans(config, algorithm.plans, planned.num_rows)
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
     lines += notes.of_unmeasured_clients(data.partition)
     every = (*source.notes, *found.notes, *of_data, *lines)

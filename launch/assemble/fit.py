@@ -160,7 +160,7 @@ def _check_logits(
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.stats):
         if "float" not in str(leaf.dtype):
-            where = "/".join(str(k.key) for k in path if hasattr(k, "key"))
+            where = own_checks.name_at(path)
             raise ValueError(
                 f"{flag}: {model.name} has the statistic {where} of {leaf.dtype}, and "
                 "means are taken of statistics; keep a counter as float32, and a "

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import algorithms
-from data import dataset, labels, loaders, participation, partitions
+from data import dataset, labels, loaders, partitions
 from data.partitions import file
 from fedjax_pfl import (
     levels,
@@ -119,15 +119,14 @@ def of_gpus(config: schema.Config) -> list[str]:
 
 
 def of_absent(
-    config: schema.Config, algorithm: types.Algorithm, is_unseen: np.ndarray
+    config: schema.Config, algorithm: types.Algorithm, there: np.ndarray
 ) -> list[str]:
     """A line if a third of the clients, by expectation, take part in no round.
 
-    Those that are `is_unseen` bool[K] have metrics of their own.
+    `there` is the `plan.Planner.chance` of those that may train.
     """
     if algorithm.serving is None or not algorithm.plans:
         return []
-    there = participation.chances(config.availability, config.num_clients)[~is_unseen]
     (count, period), size = there.shape, config.clients_per_round
     taken = np.minimum(1, size / np.maximum(there.sum(0), 1e-9))
     # How often each round of the table comes

@@ -336,3 +336,10 @@ def test_factored_moments_wait():
     for (path, before), (_, now) in paths:
         if "kernel" in jax.tree_util.keystr(path):
             np.testing.assert_array_equal(before, now)
+
+
+def test_a_state_of_python_numbers():
+    """It is no key, and stays as it is."""
+    state = {"count": 0, "scale": 1.5, "seen": jnp.zeros(2)}
+    found = optimizer.seeded(state, jax.random.key(0))
+    assert found["count"] == 0 and found["scale"] == 1.5

@@ -643,9 +643,9 @@ def test_clients_that_never_train_are_told(rounds, per_round, is_told):
     config = schema.Config(
         num_clients=105, rounds=rounds, clients_per_round=per_round, algo="fedper"
     )
-    plan, none = fp_types.PlanSpec("local", 1, 5), np.zeros(105, bool)
+    plan, there = fp_types.PlanSpec("local", 1, 5), np.ones((105, 1))
     for serving in (None, lambda state, cohort, data: ()):
         made = fp_types.Algorithm((plan,), None, None, serving=serving)
-        lines = notes.of_absent(config, made, none)
+        lines = notes.of_absent(config, made, there)
         told = [line for line in lines if "about 64 of 105 clients are in none" in line]
         assert len(told) == len(lines) == (is_told and serving is not None)
