@@ -183,6 +183,12 @@ def _notes(
             "rows of the data, so that owners that are left out here count in the "
             "constants of its --normalization"
         )
+    if config.export_partition and config.train_share < 1:
+        lines.append(
+            f"--export_partition={config.export_partition}: it has the train rows that "
+            f"--train_share={config.train_share:g} kept; a run on it that gives "
+            "--train_share takes a part of these"
+        )
     lines.append(partitions.note(config.partition, settings.identity))
     lines += notes.of_owned_rows(config, settings.source)
     for one in known:

@@ -264,7 +264,10 @@ def find(
     where = execution.replicated(run.task.execution)
     data = run.data.replace(partition=execution.place(part, where))
     algorithm = run.algorithm_at(variant)
-    model, variables = _found(run, algorithm, client_id, slot, state, cohort, data)
+    precision = schema.PRECISIONS[config.precision]
+    # Some methods compute what they serve: adapted models, statistics of norms.
+    with jax.default_matmul_precision(precision):
+        model, variables = _found(run, algorithm, client_id, slot, state, cohort, data)
     sizes = config.image_size, config.image_channels, config.model_width
 
     def rows() -> model_files.Rows:
@@ -277,7 +280,6 @@ def find(
         return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
 
     names = config.layout, run.classes, run.columns
-    precision = schema.PRECISIONS[config.precision]
     return ClientModel(model, variables, data, *sizes, *names, rows, precision)
 
 

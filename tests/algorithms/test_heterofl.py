@@ -304,18 +304,17 @@ def normed_over_channels(width):
     return nn.Sequential([*layers, nn.Dense(4)])
 
 
-def test_a_norm_over_channels(problem):
-    """Refused where zeros would enter its means; SHeteroFL's slices have none."""
+def over_channels(problem, algo, **how):
+    """A run of a model with a norm over channels, at two levels."""
     rows = problem.table
     given = {"model": normed_over_channels, "dataset": (rows.image, rows.label)}
     given |= {"level_mix": "1:1", "num_clients": 5, "clients_per_round": 4}
     given |= {"rounds": 1, "local_epochs": 1, "devices": 1, "batch_size": 5}
+    return build.experiment(algo=algo, **given | how)
 
-    def run(algo, **how):
-        made = build.experiment(algo=algo, **given | how)
-        made.run(progress=False)
-        return made.state.server
 
+def test_a_norm_over_channels(problem):
+    """Refused where zeros would enter its means."""
     for how, cure in (
         ({"client_chunk": 2}, "give --client_chunk=1,"),
         (
@@ -326,12 +325,20 @@ def test_a_norm_over_channels(problem):
         with pytest.raises(
             ValueError, match=f"^--model=.* {cure} or norms within each"
         ):
-            run("heterofl", **how)
-    run("heterofl", client_chunk=1)
+            over_channels(problem, "heterofl", **how)
+    over_channels(problem, "heterofl", client_chunk=1)
+
+
+def test_slices_of_all_widths_are_not_among_zeros(problem):
+    """So that SHeteroFL has the same models in chunks as one by one."""
     for same in ({"level_mix": "0:1"}, {"levels": "maximum"}, {"all_widths": True}):
-        build.experiment(algo="heterofl", client_chunk=2, **given | same)
-    pair = (run("sheterofl", client_chunk=chunk) for chunk in (1, 2))
-    chex.assert_trees_all_close(*pair, rtol=1e-4, atol=3e-5)
+        over_channels(problem, "heterofl", client_chunk=2, **same)
+    found = []
+    for chunk in (1, 2):
+        made = over_channels(problem, "sheterofl", client_chunk=chunk)
+        made.run(progress=False)
+        found.append(made.state.server)
+    chex.assert_trees_all_close(*found, rtol=1e-4, atol=3e-5)
 
 
 def test_each_width_is_divided_by_its_own_share(problem):

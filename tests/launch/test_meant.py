@@ -317,6 +317,12 @@ def test_partition_files_of_other_data(tmp_path):
             notes("", **asked | more)
     with pytest.raises(ValueError, match="has as many partitions"):
         notes("", num_seeds=2, export_partition=str(path))
+    # A file has what a share kept, of which a run on it could take a share again.
+    assert notes(
+        " has the train rows that", export_partition=str(path), train_share=0.5
+    )
+    half = build.experiment(**options(**asked))
+    assert (half.data.partition.train.count < made.data.partition.train.count).all()
 
 
 def test_partition_files_of_images_with_a_margin(tmp_path):

@@ -12,6 +12,7 @@ from flax import linen as nn
 import models
 from fedjax_pfl import losses, shapes
 from launch import build
+from launch.models_out import client_model
 from models import mixed, own, stages
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -115,6 +116,24 @@ def test_programs_have_the_precision_of_their_run(blobs):
         text = run.program.of_shared.lower(*args).as_text()
         found = set(re.findall(r"precision = \[(\w+), \w+\]", text))
         assert found == {names[name]}
+
+
+def test_what_a_method_serves_has_the_precision_of_its_run(blobs, monkeypatch):
+    """As Per-FedAvg's adapted models, whichever run was built last."""
+    options = {"algo": "perfedavg", "dataset": blobs, "model": "mlp", "rounds": 1}
+    options |= {"num_clients": 4, "devices": 1}
+    names = {"f32": "highest", "bf16_matmul": "bfloat16"}
+    made = {n: build.experiment(**options, precision=n) for n in names}
+    found, adapted = [], client_model._found
+
+    def noted(*given):
+        found.append(jax.config.jax_default_matmul_precision)
+        return adapted(*given)
+
+    monkeypatch.setattr(client_model, "_found", noted)
+    for run in made.values():
+        run.predict(0, run.data.image[:1])
+    assert found == list(names.values())
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_matmul"])
