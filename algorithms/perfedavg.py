@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, local_training, rng
+from fedjax_pfl import averaging, local_training, losses, rng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         server, data, key = shared
 
         def weighted(batch):
-            count, (_, slope) = batch.mask.sum(), gradient(*server, batch)
+            count = losses.batch_count(batch.mask, batch.chosen)
+            _, slope = gradient(*server, batch)
             return count, jax.tree.map(lambda g: count * g, slope)
 
         given = data, client_id, size, rng.stream(key, "perfedavg.adapt", client_id)

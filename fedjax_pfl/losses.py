@@ -41,6 +41,11 @@ def batch_mean(
     return masked_mean(values, mask)
 
 
+def batch_count(mask: jax.Array, chosen: jax.Array | None = None) -> jax.Array:
+    """How many values `batch_mean` is the mean of, int32[]."""
+    return (mask if chosen is None else chosen & mask[:, None]).sum()
+
+
 def cross_entropy(
     logits: jax.Array,
     label: jax.Array,

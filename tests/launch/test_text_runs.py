@@ -3,6 +3,7 @@
 import pathlib
 from types import SimpleNamespace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from flax import linen as nn
 
 import algorithms
 from algorithms import fedavg
+from fedjax_pfl import local_training, losses, rng
 from launch import build, main, plot, report
 from launch.folder import record
 from launch.show import figures, words
@@ -106,6 +108,35 @@ def test_the_loss_at_chosen_positions(tmp_path):
     mine = SimpleNamespace(HParams=fedavg.HParams, make=fedavg.make, text=True)
     noted = build.experiment(**SMALL | {"algo": mine}, masked_loss="chosen").notes
     assert "a loss of a custom algorithm gets the positions" in " ".join(noted)
+
+
+def test_one_step_at_chosen_positions():
+    """Per-FedAvg's adapting step weighs the positions of all batches equally."""
+    rate = 0.3
+    given = SMALL | {"algo": "perfedavg", "inner_lr": rate, "batch_size": 2}
+    made = build.experiment(**given, masked_loss="chosen")
+    made.start()
+    state = jax.tree.map(lambda leaf: leaf[0], made.state)
+    partition = jax.tree.map(lambda leaf: leaf[0], made.data.partition)
+    data, model = made.data.replace(partition=partition), made.task.model
+
+    def summed(batch):
+        def total(params):
+            given = params, state.server.stats, batch.image
+            out, _ = model.forward(*given, **batch.mode)
+            values = losses.cross_entropies(out, batch.label)
+            return losses.masked_sum(values, batch.chosen & batch.mask[:, None])
+
+        slope, count = jax.grad(total, has_aux=True)(state.server.params)
+        return count, slope
+
+    of_key = rng.stream(state.key, "perfedavg.adapt", 1)
+    count, slope = local_training.sum_over_rows(summed, data, 1, 2, of_key)
+    expected = jax.tree.map(
+        lambda w, g: w - rate / count * g, state.server.params, slope
+    )
+    group, *_ = made.program.algorithm.serving(state, None, data)
+    chex.assert_trees_all_close(group.variables(1).params, expected, atol=1e-6)
 
 
 def test_rows_from_a_file(tmp_path):
