@@ -25,21 +25,34 @@ _FORM = {"users?": [str], "num_samples?": [int], "user_data": {str: dict}}
 
 
 class Rows(NamedTuple):
-    """Some rows of one owner: x [N, ...] and labels y [N]."""
+    """Some rows of one owner: x [N, ...] and labels y [N], and their file."""
 
     owner: str
     x: np.ndarray
     y: np.ndarray
+    path: pathlib.Path
 
 
 def find(root: pathlib.Path) -> list[pathlib.Path]:
     """Returns LEAF's JSON files, or else parquet files, of a folder; [] if none."""
+    forms = (
+        ("train/*.json", "test/*.json"),
+        ("all_data*.json",),
+        ("all_data/*.json",),
+        ("*.parquet",),
+        ("train/*.parquet", "test/*.parquet"),
+    )
     for folder in (root, root / "data"):
-        split = [*folder.glob("train/*.json"), *folder.glob("test/*.json")]
-        every = [*folder.glob("all_data*.json")] or [*folder.glob("all_data/*.json")]
-        if found := split or every or [*folder.glob("*.parquet")]:
-            return sorted(found)
+        for form in forms:
+            if found := _seen(folder, *form):
+                return found
     return []
+
+
+def _seen(folder: pathlib.Path, *patterns: str) -> list[pathlib.Path]:
+    """The files of these patterns in order, without those that a system hides."""
+    found = (path for one in patterns for path in folder.glob(one))
+    return sorted(path for path in found if not path.name.startswith("."))
 
 
 def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dataset:
@@ -53,10 +66,9 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         ValueError: a phrase: there is no such file, one cannot be read, or `x` is text.
     """
     root = files.given(path, "a file or folder")
-    found = find(root) if root.is_dir() else [root]
-    found = [
-        one for one in found or sorted(root.glob("*.json")) if one.suffix == ".json"
-    ]
+    found = [one for one in find(root) if one.suffix == ".json"]
+    if not found:
+        found = _seen(root, "*.json") if root.is_dir() else [root]
     if not found or not found[0].exists():
         raise ValueError(f"there is no JSON of LEAF ({WANTED.rpartition(',')[0]})")
     rows = [one for file in found for one in _of_json(file)]
@@ -71,7 +83,9 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         )
     x = np.concatenate([one.x for one in rows])
     y = np.concatenate(arrays.alike(*(one.y for one in rows)))
-    client = np.repeat([one.owner for one in rows], [len(one.y) for one in rows])
+    # As objects, since numpy's texts lose a NUL at their end
+    owner = np.array([one.owner for one in rows], object)
+    client = np.repeat(owner, [len(one.y) for one in rows])
     notes, side = (), math.isqrt(x.shape[1])
     if x.ndim == 2 and layout in ("nhw", "nhwc", "nchw"):
         x = _squares(x, layout)
@@ -81,19 +95,20 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
     if x.ndim > 2 and x.dtype.kind in "iu" and x.min() >= 0 and x.max() < 256:
         x = x.astype(np.uint8)
     elif x.dtype.kind in "iu":
-        x = x.astype(np.float32)
+        x = x.astype(np.float64)
     given = {"layout": layout, "least_classes": least_classes, "where": ""}
     made = arrays.from_arrays(x, y, client, **given)
-    return made._replace(notes=(*notes, *made.notes, *_notes(found)))
+    more = _notes(root, found, rows)
+    return made._replace(notes=(*notes, *made.notes, *more))
 
 
-def femnist(found: list[pathlib.Path]) -> dataset.Dataset:
-    """Makes FEMNIST, uint8 [N, 28, 28, 1] and 62 classes, of LEAF's files or parquet's.
+def femnist(root: pathlib.Path, found: list[pathlib.Path]) -> dataset.Dataset:
+    """Makes FEMNIST, uint8 [N, 28, 28, 1] and 62 classes, of what was found in `root`.
 
     Images are as in the files: dark ink on white. Owners are the writers. Raises
     ValueError with the file that is damaged or another one.
     """
-    parts = collections.defaultdict(list)
+    parts, rows = collections.defaultdict(list), []
     with files.named(f"{found[0].parent}"):
         parquet.check_shards(found)
     for path in found:
@@ -103,32 +118,59 @@ def femnist(found: list[pathlib.Path]) -> dataset.Dataset:
                 parts["x"].append(_pixels(one.x))
                 parts["y"].append(_characters(one.y))
             parts["owner"].append(one.owner)
+            rows.append(one._replace(x=(), y=()))
     if not parts:
         raise ValueError(f"{found[0]} and the others have no rows")
-    client = np.repeat(parts["owner"], [len(one) for one in parts["y"]])
-    owned = labels.owners(client, len(client), "the writers")
+    owner = np.array(parts["owner"], object)
+    client = np.repeat(owner, [len(one) for one in parts["y"]])
+    owned = labels.owners(client, len(client), _COLUMNS[-1])
     x, y = np.concatenate(parts["x"]), np.concatenate(parts["y"])
     return dataset.Dataset(
         *(x, y, len(y), len(CHARACTERS), owned.number, CHARACTERS, owned.names),
-        notes=_notes(found),
+        notes=_notes(root, found, rows),
     )
 
 
-def _notes(found: list[pathlib.Path]) -> tuple[str, ...]:
-    folders = {one.parent.resolve().name for one in found}
-    if {"train", "test"} <= folders:
-        return (
-            "the rows in the folders train and test are one table, which --test_split "
-            "divides for each owner",
-        )
+def _notes(
+    root: pathlib.Path, found: list[pathlib.Path], rows: list[Rows]
+) -> tuple[str, ...]:
+    """Lines about the files of `root` that were found, or not read, and their rows."""
+    folders, out = {one.parent.resolve().name for one in found}, []
+    splits = {parquet.split_of(one, one.parent) for one in found}
+    for where, names in (("folders", folders), ("files", splits)):
+        if {"train", "test"} <= names:
+            out.append(
+                f"the rows in the {where} train and test are one table, which "
+                "--test_split divides for each owner"
+            )
     for name in ("train", "test"):
         # A user's folder may have such a name, but LEAF's files have it too.
-        if folders == {name} and all(name in one.name for one in found):
-            return (
-                f"all rows are of a folder {name}; give the folder that holds train "
-                "and test to have the others too",
-            )
-    return ()
+        is_inside = found[0].parent not in (root, root.parent)
+        is_named = is_inside or all(name in one.name for one in found)
+        if folders == {name} and is_named:
+            (other,) = {"train", "test"} - {name}
+            more = f"there is no file of LEAF in a folder {other} beside it"
+            if not is_inside:
+                more = "give the folder that holds train and test to have the others "
+                more += "too"
+            out.append(f"all rows are of a folder {name}; {more}")
+    beside = {
+        one for folder in (root, root / "data") for one in _seen(folder, "*.json")
+    }
+    if unread := sorted(one.name for one in beside.difference(found)):
+        out.append(f"files that are not read: {labels.listed(unread)}")
+    # LEAF has all rows of a user in one file of a folder.
+    held: dict[tuple[str, pathlib.Path], set[str]] = {}
+    for one in rows if found[0].suffix == ".json" else ():
+        held.setdefault((one.owner, one.path.parent), set()).add(one.path.name)
+    if several := {key[0]: names for key, names in held.items() if len(names) > 1}:
+        owner, names = next(iter(several.items()))
+        out.append(
+            f"rows of {len(several)} owners are in several files, such as those of "
+            f"{labels.limited(owner)} in {labels.listed(sorted(names))}; are they the "
+            "same?"
+        )
+    return tuple(out)
 
 
 def _squares(x: np.ndarray, layout: str) -> np.ndarray:
@@ -150,10 +192,18 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
         files.check(path, "a file of JSON")
         # The text itself, and again as Python's
         memory.check(2 * path.stat().st_size, "the texts")
-        found = json.loads(path.read_bytes(), object_hook=_compact)
+        found = json.loads(path.read_bytes(), object_pairs_hook=_compact)
         json_text.check(found, _FORM)
         users, held = found.get("users", ()), found["user_data"]
-        sizes = dict(zip(users, found.get("num_samples", ()), strict=False))
+        counts = found.get("num_samples") or [None] * len(users)
+        if len(counts) != len(users) or len(set(users)) != len(users):
+            raise ValueError(
+                f"users names {len(users)}, {len(set(users))} of them different, and "
+                f"num_samples has {len(counts)}; they must agree"
+            )
+        if users and (more := sorted(held.keys() - set(users))):
+            raise ValueError(f"user_data has {labels.listed(more)}, not among users")
+        sizes = dict(zip(users, counts, strict=True))
         gone = [one for one in users if one not in held and sizes.get(one, 1)]
         if gone:
             raise ValueError(
@@ -161,7 +211,7 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
             )
         for owner, own in held.items():
             with files.named(labels.limited(owner)):
-                one = Rows(owner, *_rows(own, sizes.get(owner)))
+                one = Rows(owner, *_rows(own, sizes.get(owner)), path)
             if len(one.y):
                 yield one
     except RecursionError as error:
@@ -171,15 +221,23 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
         raise ValueError(f"{path} cannot be read: {reason}; fetch it again") from error
 
 
-def _compact(found: dict[str, Any]) -> dict[str, Any]:
+def _compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes arrays of a user's rows at once, as numbers in lists take much memory."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{labels.limited(twice)} is there twice in one object")
     if not (isinstance(found.get("x"), list) and isinstance(found.get("y"), list)):
         return found
     try:
-        x, y = np.asarray(found["x"]), np.asarray(found["y"])
+        x, y = np.asarray(found["x"]), labels.as_array(found["y"], "y")
     except ValueError as error:
         raise ValueError("rows differ in their shape") from error
-    return {**found, "x": x.astype(np.float32) if x.dtype.kind == "f" else x, "y": y}
+    # Others may differ in digits that float32 does not have, which is said later.
+    if x.dtype.kind == "f" and x.size and np.abs(x).max() <= 1:
+        x = x.astype(np.float32)
+    return {**found, "x": x, "y": y}
 
 
 def _rows(held: Any, size: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -198,6 +256,12 @@ def _rows(held: Any, size: int | None) -> tuple[np.ndarray, np.ndarray]:
 
 def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
     """Yields runs of rows of one writer; ValueErrors name the file."""
+    names = parquet.class_names(path, _COLUMNS[1])
+    if names and names != [*CHARACTERS]:
+        raise ValueError(
+            f"{path} calls the classes of {_COLUMNS[1]} {labels.listed(names)}; "
+            f"{labels.listed(CHARACTERS)} are expected in this order"
+        )
     for batch in parquet.batches(path, _COLUMNS):
         image, label, writer = (batch[one] for one in _COLUMNS)
         if not len(writer):
@@ -211,7 +275,7 @@ def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
         begin = np.flatnonzero(owner[1:] != owner[:-1]) + 1
         parts = (np.split(one, begin) for one in (image, np.array([*label])))
         for name, x, y in zip(owner[np.r_[0, begin]], *parts, strict=True):
-            yield Rows(str(name), x, y)
+            yield Rows(str(name), x, y, path)
 
 
 def _pixels(x: np.ndarray) -> np.ndarray:
@@ -227,8 +291,10 @@ def _pixels(x: np.ndarray) -> np.ndarray:
 
 def _characters(y: np.ndarray) -> np.ndarray:
     """Returns classes int32[N] of numbers 0 to 61, or of the characters themselves."""
-    if y.dtype.kind == "U":
-        return labels.found_in(y, CHARACTERS, len(y), "character").astype(np.int32)
+    if all(isinstance(one, str) for one in y.tolist()):
+        if odd := sorted({*y.tolist()}.difference(CHARACTERS)):
+            raise ValueError(f"no characters: {labels.listed(odd)}")
+        return np.array([CHARACTERS.index(one) for one in y.tolist()], np.int32)
     if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= len(CHARACTERS):
         raise ValueError("labels 0 to 61 are expected")
     return y.astype(np.int32)

@@ -316,9 +316,9 @@ def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
     Raises a one-line ValueError if there are no such files, or one is damaged.
     """
     folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
-    found = filter(None, (leaf.find(one) for one in folders if data_dir))
-    if paths := next(found, []):
-        return leaf.femnist(paths)
+    for folder in folders if data_dir else ():
+        if paths := leaf.find(folder):
+            return leaf.femnist(folder, paths)
     where = f"in {' or '.join(map(str, folders))}" if data_dir else "without --data_dir"
     raise ValueError(
         f"--dataset=femnist: there is no {leaf.WANTED} {where}; put LEAF's FEMNIST by "

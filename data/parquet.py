@@ -62,7 +62,8 @@ def find(folder: pathlib.Path) -> Found:
     are there twice.
     """
     there = sorted(folder.glob("*.parquet")) + sorted(folder.glob("*/*.parquet"))
-    splits = {path: _split_of(path, folder) for path in there}
+    there = [path for path in there if not path.name.startswith(".")]
+    splits = {path: split_of(path, folder) for path in there}
     names = {path: str(path.relative_to(folder)) for path in there}
     if "train" not in splits.values():
         mine = [path for path in there if path.parent == folder or splits[path]]
@@ -85,7 +86,7 @@ def find(folder: pathlib.Path) -> Found:
     return Found(parts, tuple(names[path] for path in there if not splits[path]))
 
 
-def _split_of(path: pathlib.Path, folder: pathlib.Path) -> str:
+def split_of(path: pathlib.Path, folder: pathlib.Path) -> str:
     """The split of a file in a folder or in one below it, "" if its name tells none."""
     if path.parent != folder:
         name = path.parent.name.lower()
@@ -257,8 +258,12 @@ def official(
     return out
 
 
-def _class_names(schema: Any, label: str) -> list[str]:
+def class_names(path: pathlib.Path, label: str) -> list[str]:
     """The names of a label's classes, as the hub writes them, [] if there are none."""
+    return _class_names(_schema(path), label)
+
+
+def _class_names(schema: Any, label: str) -> list[str]:
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])
         return list(map(str, about["info"]["features"][label]["names"]))

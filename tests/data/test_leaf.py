@@ -86,11 +86,14 @@ def test_femnist_of_one_of_two_folders(tmp_path, data_dir):
     write(tmp_path / "test" / "all_data_0_test_8.json", in_leaf(characters()))
     found = loaders.load("femnist", str(tmp_path / data_dir))
     check(found)
-    assert "all rows are of a folder test; give the folder that" in found.notes[0]
+    more = "give the folder that" if data_dir else "there is no file of LEAF in a "
+    assert f"all rows are of a folder test; {more}" in found.notes[0]
     (tmp_path / "test" / "all_data_0_test_8.json").rename(
         tmp_path / "test" / "all_data_0.json"
     )
-    assert loaders.load("femnist", str(tmp_path / data_dir)).notes == ()
+    # The folder that was given may have any name.
+    notes = loaders.load("femnist", str(tmp_path / data_dir)).notes
+    assert len(notes) == (data_dir == "")
 
 
 def test_femnist_in_two_places(tmp_path):
@@ -98,6 +101,65 @@ def test_femnist_in_two_places(tmp_path):
     for folder in (tmp_path, tmp_path / "all_data"):
         write(folder / "all_data_0.json", in_leaf(characters()))
     check(loaders.load("femnist", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ('"users": ["a", "a"], "num_samples": [2, 1]', "users names 2, 1 of them"),
+        ('"users": ["a"], "num_samples": [2, 1]', "num_samples has 2; they must agree"),
+        ('"users": ["b"]', "user_data has a, not among users"),
+        ('"user_data": {}', "user_data is there twice in one object"),
+    ],
+)
+def test_files_that_contradict_themselves(tmp_path, text, reason):
+    """No row is lost without a word, as Python's reader keeps the last of two keys."""
+    rows = '{"x": [[0.5, 1], [0.25, 1]], "y": [0, 1]}'
+    write(tmp_path / "a.json", f'{{{text}, "user_data": {{"a": {rows}}}}}')
+    with pytest.raises(ValueError, match=f"a.json cannot be read: .*{reason}"):
+        loaders.load(f"leaf:{tmp_path}", "")
+
+
+def test_labels_of_several_types_in_a_user(tmp_path):
+    """They are not made alike, of images neither."""
+    held = {"a": {"x": [[0.5] * 784] * 3, "y": [1, "1", True]}}
+    write(tmp_path / "all_data_0.json", in_leaf({}, user_data=held))
+    with pytest.raises(ValueError, match="of one type, .* got bool, int and str|got"):
+        loaders.load(f"leaf:{tmp_path}", "")
+    with pytest.raises(ValueError, match="a: labels 0 to 61 are expected"):
+        loaders.load("femnist", str(tmp_path))
+
+
+def test_digits_that_float32_does_not_have(tmp_path):
+    """A line names the column, for whole numbers too."""
+    for first in (1600000001.0, 1600000001):
+        held = {"a": {"x": [[first], [first + 1]], "y": [0, 1]}}
+        write(tmp_path / "a.json", in_leaf({}, user_data=held))
+        (line,) = loaders.load(f"leaf:{tmp_path}", "").notes
+        assert "different numbers equal in 'x[:, 0]'" in line
+
+
+def test_names_that_end_in_nul(tmp_path):
+    """Refused, since two owners would become one."""
+    rows = {"x": [[0.5], [0.25]], "y": [0, 1]}
+    held = {"a": rows, "a\0": rows}
+    write(tmp_path / "a.json", in_leaf({}, user_data=held))
+    with pytest.raises(ValueError, match="which is not valid text; rename it"):
+        loaders.load(f"leaf:{tmp_path}", "")
+
+
+def test_files_beside_those_that_are_read(tmp_path):
+    """A line names them, and owners that are in several of them."""
+    users = dict(list(characters().items())[:2])
+    write(tmp_path / "all_data_0.json", in_leaf(users))
+    write(tmp_path / "mine.json", in_leaf(users))
+    write(tmp_path / "._mine.json", "of a system")
+    for name in (f"leaf:{tmp_path}", "femnist"):
+        notes = loaders.load(name, str(tmp_path) if name == "femnist" else "").notes
+        assert "files that are not read: mine.json" in notes
+    (tmp_path / "mine.json").rename(tmp_path / "all_data_1.json")
+    (line,) = loaders.load("femnist", str(tmp_path)).notes
+    assert line.startswith("rows of 2 owners are in several files, such as those of ")
 
 
 def test_users_and_labels_that_differ(tmp_path):
@@ -163,7 +225,7 @@ def test_femnist_of_parquet(tmp_path, folder, change):
         ({"image": [b"hello"] * 15}, "an image: it is not an image .PNG"),
         ({"image": [png(np.zeros((9, 28), np.uint8))] * 15}, "gray images of 28x28"),
         ({"character": [62] * 15}, "f0002_1: labels 0 to 61 are expected"),
-        ({"character": ["?"] * 15}, r"f0002_1: character has the labels \?"),
+        ({"character": ["?"] * 15}, r"f0002_1: no characters: \?"),
         ({"character": [None] * 15}, "labels 0 to 61 are expected"),
         ({"writer_id": [*"ab", None] * 5}, "a row has no writer_id"),
     ],
@@ -174,6 +236,36 @@ def test_parquet_of_something_else(tmp_path, changed, reason):
     with pytest.raises(ValueError, match=f"00001.parquet.*: .*{reason}") as error:
         loaders.load("femnist", str(tmp_path))
     assert "\n" not in str(error.value)
+
+
+def test_parquet_of_train_and_test(tmp_path):
+    """In files or in folders, with the line that JSON has."""
+    write_parquet(tmp_path / "files", table())
+    one = tmp_path / "files" / "train-00000-of-00001.parquet"
+    (tmp_path / "files" / "test-00000-of-00001.parquet").write_bytes(one.read_bytes())
+    for name in ("train", "test"):
+        write_parquet(tmp_path / "folders" / name, table())
+    for name in ("files", "folders"):
+        found = loaders.load("femnist", str(tmp_path / name))
+        assert len(found.label) == 2 * len(table()["character"])
+        assert f"the rows in the {name} train and test are one" in found.notes[0]
+
+
+def test_parquet_whose_classes_have_other_names(tmp_path):
+    """As the hub writes them: small letters before capitals would be other labels."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    names = [*leaf.CHARACTERS[:10], *leaf.CHARACTERS[36:], *leaf.CHARACTERS[10:36]]
+    for order in (leaf.CHARACTERS, names):
+        features = {"character": {"names": list(order), "_type": "ClassLabel"}}
+        about = {"huggingface": json.dumps({"info": {"features": features}})}
+        rows = pyarrow.table(table()).replace_schema_metadata(about)
+        parquet.write_table(rows, tmp_path / "a.parquet")
+        if order is leaf.CHARACTERS:
+            check(loaders.load("femnist", str(tmp_path)))
+    with pytest.raises(ValueError, match="calls the classes of character 0, 1, "):
+        loaders.load("femnist", str(tmp_path))
 
 
 def test_parquet_that_is_damaged(tmp_path, monkeypatch):
