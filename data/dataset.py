@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data import labels
+
 
 class Dataset(NamedTuple):
     """All examples of a data set: train rows, official test rows, validation rows.
@@ -95,9 +97,7 @@ def with_note_of_empty_classes(source: Dataset) -> Dataset:
     empty = [name for name, rows in zip(names, count, strict=True) if not rows]
     if not empty:
         return source
-    line = (
-        f"no row is left of the class {', '.join(empty)}, which the models still have"
-    )
+    line = f"no row is of the class {labels.listed(empty)}, which the models still have"
     return source._replace(notes=(*source.notes, line))
 
 

@@ -93,8 +93,11 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
 
 
 def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
-    """Finds the four `IDX_FILES` in the first folder that has them, else []."""
-    wanted = sum(IDX_FILES, ())
+    """Finds the four `IDX_FILES` in the first folder that has them, else [].
+
+    Raises ValueError if none has, and one has some of them.
+    """
+    wanted, some = sum(IDX_FILES, ()), ""
     for folder in folders:
         # A plain file comes after a gzipped one of its name, and so replaces it.
         paths = sorted(folder.glob("*-ubyte*"), reverse=True)
@@ -103,12 +106,17 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
         there = {p.name.removesuffix(".gz").replace(".", "-"): p for p in paths}
         if all(name in there for name in wanted):
             return [there[name] for name in wanted]
+        missing = [name for name in wanted if name not in there]
+        if len(missing) < len(wanted):
+            some = some or f"{folder} has no {missing[0]}; fetch it"
+    if some:
+        raise ValueError(some)
     return []
 
 
 def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
-    given = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name] if data_dir else []
-    folders = [*given, given[0] / TORCHVISION[name] / "raw"] if given else []
+    given = [pathlib.Path(data_dir) / name, pathlib.Path(data_dir)] if data_dir else []
+    folders = [*given, given[1] / TORCHVISION[name] / "raw"] if given else []
     paths = _find_idx(folders)
     if not paths and (found := _of_hub(name, data_dir)):
         return _counted(name, _joined(found, 10, (28, 28, 1)))
@@ -117,15 +125,13 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     if not paths:
         wanted = ", ".join(sum(IDX_FILES, ()))
         hint = f", or put the IDX files {wanted}, plain or .gz, or {OF_HUB} there"
-        hint += _looked(*given) if given else ""
+        hint += _looked(*given[::-1]) if given else ""
         if name == "fashion_mnist":
             hint += ", or install Debian's dataset-fashion-mnist"
         return _tfds(name, data_dir, hint)
+    found = {path.name: read_idx(path) for path in paths}
+    with_channels = {n: a[..., None] if "idx3" in n else a for n, a in found.items()}
     with files.named(f"{paths[0].parent}"):
-        found = {path.name: read_idx(path) for path in paths}
-        with_channels = {
-            n: a[..., None] if "idx3" in n else a for n, a in found.items()
-        }
         data = _counted(name, _joined(with_channels, 10))
     if given and paths[0].parent == DEBIAN_FASHION not in given:
         line = f"{name} is read from {DEBIAN_FASHION}, as --data_dir={data_dir} has no "
@@ -543,6 +549,8 @@ def load(
     others = texts.TEXTS if flag == "dataset" else ()
     options.check_one_of(flag, name, [*DATASETS, *others], f", {', '.join(FILES)}")
     kind = "/coarse" if labels == "coarse" else ""
+    if kind and name != "cifar100":
+        raise ValueError(f"--labels={labels} is of cifar100, and not of {name}")
     try:
         return DATASETS[name].load(name + kind, data_dir)
     except ValueError as error:

@@ -109,21 +109,32 @@ def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
         ValueError: one line with the file: it is damaged, or another one.
     """
     name, _, kind = name.partition("/")
-    for folder in (pathlib.Path(data_dir), pathlib.Path(data_dir) / name):
+    for folder in (pathlib.Path(data_dir) / name, pathlib.Path(data_dir)):
         if name not in FORMS:
             if any((folder / one).exists() for one in SVHN):
                 return _svhn(folder)
             continue
         label = LABELS[name][0 if kind else -1]
-        for form in FORMS[name]:
-            for place in (folder / form.folder, folder):
-                if any((place / one).is_file() for one in form.files):
-                    return _joined(place, form, _unpacked(place, form), name, label)
-            for ending in ENDINGS:
-                place = folder / form.archive.replace(ENDINGS[0], ending)
-                if place.is_file():
-                    return _joined(place, form, _packed(place, form), name, label)
+        for place, form in _places(folder, name):
+            read = _packed if place.is_file() else _unpacked
+            return _joined(place, form, read(place, form), name, label)
     return None
+
+
+def _places(folder: pathlib.Path, name: str) -> Iterator[tuple[pathlib.Path, Form]]:
+    """Yields where forms of a data set are: a folder with files of it, or an archive.
+
+    Files in `folder` itself come last, as CIFAR-100's may be called train and test.
+    """
+    for form in FORMS[name]:
+        archives = [form.archive.replace(ENDINGS[0], ending) for ending in ENDINGS]
+        if any((folder / form.folder / one).is_file() for one in form.files):
+            yield folder / form.folder, form
+        found = (folder / one for one in archives)
+        yield from ((one, form) for one in found if one.is_file())
+    for form in FORMS[name]:
+        if any((folder / one).is_file() for one in form.files):
+            yield folder, form
 
 
 def _unpacked(folder: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
@@ -133,12 +144,19 @@ def _unpacked(folder: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
 
 
 def _packed(archive: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
-    """Yields (name, bytes) of the files, and compares the archive's checksum."""
+    """Yields (name, bytes) of the files, and compares the archive's checksum.
+
+    Raises ValueError if two files of a name are in the archive.
+    """
+    seen = set()
     with (open if archive.suffix == ".tar" else gzip.open)(archive, "rb") as whole:
         with tarfile.open(fileobj=whole, mode="r|") as members:
             for one in members:
                 name = pathlib.PurePosixPath(one.name).name
                 if one.isfile() and name in form.files:
+                    if name in seen:
+                        raise ValueError(f"{name} is there twice")
+                    seen.add(name)
                     memory.check(one.size, f"the {one.size} bytes of {name}")
                     yield name, members.extractfile(one).read()
         while whole.read(1 << 20):
@@ -179,7 +197,7 @@ def _part(found: Mapping[Any, Any], label: str) -> tuple[np.ndarray, np.ndarray]
     """Returns the images and labels of a file."""
     if missing := [one for one in ("data", label) if one not in found]:
         raise ValueError(f"it has no {missing[0]}")
-    data, number = (np.asarray(found[one]) for one in ("data", label))
+    data, number = (_numbers(found[one], one) for one in ("data", label))
     if data.dtype != np.uint8 or data.shape[1:] != (_PIXELS,):
         raise ValueError(
             f"its data are {data.dtype} {list(data.shape)}, uint8 [N, {_PIXELS}] are "
@@ -192,6 +210,13 @@ def _part(found: Mapping[Any, Any], label: str) -> tuple[np.ndarray, np.ndarray]
         )
     image = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(image), number.reshape(-1)
+
+
+def _numbers(value: Any, name: str) -> np.ndarray:
+    """An array, or one of a list of numbers, whose lists might fill the memory."""
+    if isinstance(value, list) and not all(type(one) is int for one in value):
+        raise ValueError(f"its {name} are a list of more than whole numbers")
+    return np.asarray(value)
 
 
 def _svhn(folder: pathlib.Path) -> dict[str, np.ndarray]:

@@ -59,7 +59,7 @@ class _Unpickler(pickle._Unpickler):
     }
     # Those of sets, other classes, buffers, and of what lies outside
     _NOT_NEEDED = (
-        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.DICT),
+        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),
         *(pickle.INST, pickle.OBJ, pickle.NEWOBJ, pickle.NEWOBJ_EX),
         *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
         *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
@@ -96,6 +96,12 @@ class _Unpickler(pickle._Unpickler):
             raise ValueError("a state is of no array")
         super().load_build()
 
+    def load_dict(self) -> None:
+        """Makes a dict of what lies on the stack, as the oldest pickles do."""
+        items = self.pop_mark()
+        self._check_keys(items[::2])
+        self.append(dict(zip(items[::2], items[1::2], strict=True)))
+
     def load_setitem(self) -> None:
         self._check_keys(self.stack[-2:-1])
         super().load_setitem()
@@ -109,6 +115,7 @@ class _Unpickler(pickle._Unpickler):
             raise ValueError("a key of a dict is neither text nor bytes")
 
     dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.DICT[0]] = load_dict
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
 

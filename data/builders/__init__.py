@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from data import images
+from data import files, images
 
 
 def find(ours: types.ModuleType, data_dir: str) -> pathlib.Path | None:
@@ -61,15 +61,27 @@ def of_images(
 
             def _generate_examples(self, split):
                 for key, label, content in ours.images(source, split):
-                    yield key, {"image": _decoded(content), "label": label}
+                    with files.named(f"{source}: {key}"):
+                        image = _decoded(content, ours.SIDE)
+                    yield key, {"image": image, "label": label}
 
     Images.name = ours.NAME
     return Images(data_dir=data_dir or None, file_format="array_record")
 
 
-def _decoded(content: bytes) -> np.ndarray:
-    """Decodes an image as uint8 [H, W, 3]; some images of ImageNet are gray."""
+def _decoded(content: bytes, side: int) -> np.ndarray:
+    """Decodes an image as uint8 [side, side, 3]; some images of ImageNet are gray.
+
+    Raises ValueError, whose message is a phrase, if it is damaged or of another size.
+    """
     from PIL import Image  # takes long to import
 
-    opened = Image.open(io.BytesIO(content), formats=images.FORMATS)
-    return np.asarray(opened.convert("RGB"))
+    try:
+        opened = Image.open(io.BytesIO(content), formats=images.FORMATS)
+        image = np.asarray(opened.convert("RGB"))
+    except (OSError, SyntaxError) as error:  # of damaged PNG files too
+        raise ValueError("it is no image, or is damaged") from error
+    if image.shape != (side, side, 3):
+        wide, high = opened.size
+        raise ValueError(f"it has {wide}x{high} pixels, {side}x{side} are expected")
+    return image

@@ -7,8 +7,10 @@ https://arxiv.org/abs/1810.03505. The official archive `CINIC-10.tar.gz` holds
 tfds keeps them.
 """
 
+import gzip
 import pathlib
 import tarfile
+import zlib
 from collections.abc import Iterator
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
@@ -20,7 +22,7 @@ FOLDERS, CONTENT = ("CINIC-10", "cinic-10", "cinic10"), f"train/{CLASSES[0]}"
 def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]:
     """Yields (key, class, PNG bytes) of a split's images, in the source's order.
 
-    Raises ValueError if the archive is truncated.
+    Raises ValueError if the archive is truncated or damaged.
     """
     if source.is_dir():
         for path in sorted(source.glob(f"{split}/*/*.png")):
@@ -28,12 +30,17 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
                 yield "/".join(path.parts[-2:]), path.parts[-2], path.read_bytes()
         return
     try:
-        with tarfile.open(source, "r|*") as archive:
-            for member in archive:
-                parts = pathlib.PurePosixPath(member.name).parts
-                is_image = member.isfile() and member.name.endswith(".png")
-                if is_image and parts[-3:-2] == (split,) and parts[-2] in CLASSES:
-                    content = archive.extractfile(member).read()
-                    yield "/".join(parts[-2:]), parts[-2], content
-    except (tarfile.TarError, EOFError, OSError) as error:
+        with open(source, "rb") as raw:
+            is_packed = raw.read(2) == b"\x1f\x8b"
+        with (gzip.open if is_packed else open)(source, "rb") as whole:
+            with tarfile.open(fileobj=whole, mode="r|") as archive:
+                for member in archive:
+                    parts = pathlib.PurePosixPath(member.name).parts
+                    is_image = member.isfile() and member.name.endswith(".png")
+                    if is_image and parts[-3:-2] == (split,) and parts[-2] in CLASSES:
+                        content = archive.extractfile(member).read()
+                        yield "/".join(parts[-2:]), parts[-2], content
+            while whole.read(1 << 20):  # up to the archive's checksum
+                pass
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{source} cannot be read: {error}; fetch it again") from error

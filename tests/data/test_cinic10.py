@@ -67,6 +67,25 @@ def test_missing_or_truncated_is_one_line(archive, tmp_path):
         loaders.load("cinic10", str(tmp_path))
     assert "\n" not in str(caught.value)
     whole = (archive / cinic10.ARCHIVE).read_bytes()
-    (tmp_path / cinic10.ARCHIVE).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="fetch it again"):
+    for cut in (whole[: len(whole) // 2], whole[:-8], whole[:-8] + bytes(8)):
+        (tmp_path / cinic10.ARCHIVE).write_bytes(cut)
+        with pytest.raises(ValueError, match="fetch it again"):
+            loaders.load("cinic10", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [(b"text", "it is no image, or"), ((31, 32), "it has 31x32 pixels, 32x32 are")],
+)
+def test_an_image_of_something_else(archive, tmp_path, content, reason):
+    """It is named, in one line."""
+    with tarfile.open(archive / cinic10.ARCHIVE) as file:
+        file.extractall(tmp_path, filter="data")
+    path = tmp_path / "CINIC-10" / "test" / "cat" / "1.png"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        Image.new("RGB", content).save(path)
+    with pytest.raises(ValueError, match=f"CINIC-10: cat/1.png: {reason}") as caught:
         loaders.load("cinic10", str(tmp_path))
+    assert "\n" not in str(caught.value)

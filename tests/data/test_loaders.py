@@ -95,6 +95,15 @@ def test_idx_beside_folders_of_their_names(tmp_path):
     assert len(loaders.load("mnist", str(tmp_path)).label) == 17
 
 
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_three_of_four_idx_files(tmp_path, name):
+    """The missing one is named, and no other copy is taken."""
+    write_mnist(tmp_path)
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(ValueError, match=f"{tmp_path} has no t10k-labels-idx1-ubyte"):
+        loaders.load(name, str(tmp_path))
+
+
 def test_idx_with_the_names_of_kaggle(tmp_path):
     """`train-images.idx3-ubyte`, with a dot."""
     write_mnist(tmp_path)

@@ -116,6 +116,56 @@ def test_archives_by_other_names(tmp_path, ending, mode):
     check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
 
 
+@pytest.mark.parametrize("protocol", range(5))
+def test_pickles_of_every_protocol(tmp_path, protocol):
+    """The first of them makes a dict of the stack."""
+
+    def change(name, raw):
+        return pickle.dumps(pickle.loads(raw), protocol=protocol)
+
+    written(tmp_path, "cifar10", 1, change=change)
+    check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
+
+
+def test_lists_that_share_parts(tmp_path):
+    """Refused before they fill the memory: 60 lists are 2^60 numbers."""
+    doubled = [0]
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    raw = pickle.dumps({"data": np.zeros((2, 3072), "u1"), "labels": doubled}, 2)
+    written(tmp_path, "cifar10", 1, change=lambda *_: raw)
+    with pytest.raises(ValueError, match="a list of more than whole numbers"):
+        loaders.load("cifar10", str(tmp_path))
+
+
+def test_coarse_labels_of_another_data_set(tmp_path):
+    """Only CIFAR-100 has some."""
+    written(tmp_path, "cifar10", 0)
+    for name in ("cifar10", "mnist_5k"):
+        with pytest.raises(ValueError, match=f"is of cifar100, and not of {name}"):
+            loaders.load(name, str(tmp_path), labels="coarse")
+
+
+def test_an_archive_with_a_file_twice(tmp_path):
+    """Refused, since it is not told which of them was meant."""
+    form = written(tmp_path, "cifar10", 0)
+    with tarfile.open(tmp_path / form.archive, "w:gz") as archive:
+        archive.add(tmp_path / form.folder, form.folder)
+        archive.add(tmp_path / form.folder / form.files[0], f"old/{form.files[0]}")
+    shutil.rmtree(tmp_path / form.folder)
+    with pytest.raises(ValueError, match="data_batch_1.bin is there twice; fetch it"):
+        loaders.load("cifar10", str(tmp_path))
+
+
+@pytest.mark.parametrize("kind, is_packed", [(1, False), (1, True), (0, True)])
+def test_other_files_of_these_names(tmp_path, kind, is_packed):
+    """A file `train` beside a folder or an archive is not of CIFAR-100."""
+    written(tmp_path, "cifar100", kind, is_packed)
+    for name in ("train", "test", "train.bin"):
+        (tmp_path / name).write_text("mine")
+    check(loaders.load("cifar100", str(tmp_path)), "cifar100", "fine_labels")
+
+
 def test_pickle_of_python_2(tmp_path):
     """As the official files are."""
     written(tmp_path, "cifar10", 1, change=lambda *_: PYTHON_2)
@@ -157,7 +207,7 @@ class Runs:
         ),
         (
             lambda path: {"data": np.zeros((1, 3072), "u1"), "labels": ["a"]},
-            "its labels are <U1 .1., 1 integers",
+            "its labels are a list of more than whole numbers",
         ),
         (
             lambda path: {"data": np.zeros((1, 3072), "u1"), "labels": {}},

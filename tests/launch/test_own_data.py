@@ -308,7 +308,7 @@ def test_text_of_a_file_is_as_it_is(of_file, undrawn, tmp_path):
     _, experiment = of_file
     assert experiment.classes == ("NA", "rare", "y")
     assert experiment.owners == ("01", "1")
-    assert "no row is left of the class rare" in " ".join(experiment.notes)
+    assert "no row is of the class rare" in " ".join(experiment.notes)
     page = tmp_path / "page.html"
     report.command(["report", experiment.config.workdir, f"--output={page}"])
     assert "Global, class NA" in page.read_text()
