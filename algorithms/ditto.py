@@ -19,8 +19,10 @@ Personalization", ICML 2021, https://arxiv.org/abs/2012.04221 (Algorithm 1).
 | s | the steps of `--local_epochs`, for both models |
 
 Differs from the paper: the mean is weighted by examples by default. Both models see the
-same batches. The personal one starts from the common initialisation, with a fresh
-optimizer in each round (`--optimizer_state=persist` applies only to the other).
+same rows in each batch, with draws of `--augment` or of hidden words of their own. The
+personal one starts from the common initialisation, with a fresh optimizer in each round
+(`--optimizer_state=persist` applies only to the other). A client that never took part
+is served that initialisation.
 """
 
 import dataclasses

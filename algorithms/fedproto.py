@@ -140,7 +140,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         trained = local_update(client, models[served.index(client.model)], server)
         return trained.replace(params=build(server, trained.variables).params)
 
-    size, kind = 4 * width + 1, fp.MessageKind  # a representation and its class
+    # A representation and its class, a number of one byte or of two
+    size, kind = 4 * width + 1 + (num_classes > 256), fp.MessageKind
     counted = 4 * (hparams.aggregation == "examples")  # |D_ij|
     return fp.Algorithm(
         plans=(fp.plan(hparams),),

@@ -28,8 +28,10 @@ heads).
 Differs from the paper: the personal head is stored, and a hypernetwork that makes it
 from class counts is not here. It starts at zero, so that a client that never took part
 is served the generic model; in PFLlib it starts as a copy of the generic head. Both
-losses see the model before the step, as in PFLlib, and `train_loss` is their sum. The
-global accuracy is that of the generic model.
+losses see the model before the step, as in PFLlib, and `train_loss` is their sum.
+`--clip_norm` is of the gradients of both together, so that with it the personal head
+has an effect on the generic model's steps. The global accuracy is that of the generic
+model.
 """
 
 from typing import Any

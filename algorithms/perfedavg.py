@@ -30,7 +30,8 @@ out over devices.
 Differs from the paper: FO is the default, as in PFLlib, since a step costs two
 gradients, and four in HF. The exact Hessian is left out. The mean is weighted by
 examples by default. An epoch's last batch is divided too; where it has one example, g
-is 0. PFLlib has alpha = beta; here alpha is that of the paper's experiments. It adapts
+is 0 and the loss that is reported is that of D_1, and where HF's has two, H_g is 0.
+PFLlib has alpha = beta; here alpha is that of the paper's experiments. It adapts
 on one batch, drawn for each measurement, and the paper takes a stochastic step too;
 here it is all rows, so that no batch is drawn. That step has no momentum, and its rate
 does not decay.
@@ -79,8 +80,10 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def loss_fn(params, stats, batch):
         """f_i at the adapted model, with the gradient (I - alpha H) g."""
         w, delta = jax.lax.stop_gradient(params), hparams.difference
-        (_, stats), slope = gradient(w, stats, part(batch, 0))
-        (loss, stats), g = gradient(moved(w, -alpha, slope), stats, part(batch, 1))
+        second = part(batch, 1)
+        (before, stats), slope = gradient(w, stats, part(batch, 0))
+        (loss, stats), g = gradient(moved(w, -alpha, slope), stats, second)
+        loss = jnp.where(second.mask.any(), loss, before)
         if hparams.hessian_free:
             ends = (moved(w, delta, g), moved(w, -delta, g))
             up, down = (gradient(end, stats, part(batch, 2))[1] for end in ends)

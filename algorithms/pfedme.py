@@ -32,7 +32,8 @@ round train, as in PFLlib, where the released code trains all. PFLlib adds .001 
 the gradient of theta, which is left out, as it is not in the paper. PFLlib means to
 measure theta_i but has overwritten it with w_i by then, which `--eval_model=local`
 does; the default is the paper's. Running statistics are theta_i's. The loss of a round
-is F_i's, with f_i before the last step.
+is F_i's, with f_i before the last step. Steps of theta_i have no momentum, decay of
+weights or clipping, and `--client_lr_decay` is of eta alone.
 """
 
 import dataclasses

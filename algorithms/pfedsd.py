@@ -20,6 +20,8 @@ released code CGCL-codes/pFedSD.
 
 Differs from the paper, which was not at hand: this follows the released code. Its
 defaults are lambda = 1 and tau = 1; ours are .5 and 3, from a later reimplementation.
+The teacher is in eval mode, where the code never sets it, and running statistics are
+averaged too, where the code averages parameters alone.
 """
 
 import dataclasses
