@@ -128,3 +128,18 @@ def test_without_an_inner_rate_it_is_fedavg(compiled, start, problem):
     chex.assert_trees_all_close(
         plain.host(after.server), plain.host(expected.server), atol=1e-6
     )
+
+
+def test_the_loss_of_a_single_row(compiled, start, problem):
+    """It is that of the model itself, and not 0, as there is no second half."""
+    state, cohort = start().replace(clients=()), plain.cut(problem.cohort(1), 1)
+    plan = cohort.plans["local"]
+    first = plan.replace(position=np.where(np.arange(5) == 0, plan.position, -1))
+    cohort = cohort.replace(plans={"local": first})
+    rates = dict.fromkeys(FLOATS, 0.0) | {"client_lr_decay": 1.0}
+    _, metrics, *_ = compiled("perfedavg")(state, cohort, **rates)
+    del rates["inner_lr"]
+    _, expected, *_ = compiled("fedavg")(state, cohort, **rates)
+    total, count = metrics["train_loss"]
+    assert total > 0.1 * count
+    np.testing.assert_allclose((total, count), expected["train_loss"], rtol=1e-6)
