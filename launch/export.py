@@ -61,12 +61,21 @@ def command(argv: list[str]) -> None:
         if asked.best:
             experiment.folder.reopen(_best_round(experiment, seed, point))
         with warnings.catch_warnings(record=True) as notes:
-            path = experiment.save_model(asked.output, client, seed, point)
+            try:
+                path = experiment.save_model(asked.output, client, seed, point)
+            except ValueError as error:
+                raise ValueError(_by_flags(str(error), asked)) from error
         for note in notes:
             print(note.message)
         if experiment.owners and isinstance(client, int):
             print(f"client {client} is the owner {experiment.owners[client]}")
         print(path)
+
+
+def _by_flags(line: str, asked: Options) -> str:
+    """A line about arguments of Python, with the options of this command."""
+    name = "--owner=" if asked.owner else "--client="
+    return line.replace("client_id=", name).replace("give a client_id", "give --client")
 
 
 def _best_round(

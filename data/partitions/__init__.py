@@ -262,14 +262,13 @@ def _check_sizes(sizes: np.ndarray, spec: PartitionSpec) -> None:
             f"to train on; {spec.min_examples} are needed (--min_examples); change it"
         )
     cause, cure = {
-        "client_dirichlet": (f"--num_clients={spec.num_clients}", "lower it"),
-        "pathological": (f"--num_clients={spec.num_clients}", "lower it"),
-        "classes": ("--client_classes", "give it another class"),
-    }.get(spec.partition, (f"--partition={spec.partition}", "take another one"))
+        "client_dirichlet": (f"--num_clients={spec.num_clients}", ""),
+        "pathological": (f"--num_clients={spec.num_clients}", ""),
+        "classes": ("--client_classes", "give it another class or "),
+    }.get(spec.partition, (f"--partition={spec.partition}", "take another one or "))
     raise ValueError(
         f"{cause} leaves client {worst} with {sizes[worst]} examples, "
-        f"{spec.min_examples} are needed (--min_examples); {cure} or lower "
-        "--num_clients"
+        f"{spec.min_examples} are needed (--min_examples); {cure}lower --num_clients"
     )
 
 
