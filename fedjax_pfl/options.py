@@ -132,13 +132,13 @@ def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str
             now = getattr(values, other, None)
             if now is None:
                 continue
-            if is_given and not _is_among(now, allowed):
+            if is_given and not is_among(now, allowed):
                 yield without_effect(field.name, value, other, now, allowed)
-            if meta["is_needed"] and value in OFF and _is_among(now, allowed):
+            if meta["is_needed"] and value in OFF and is_among(now, allowed):
                 yield f"--{other}={text(now)} needs --{field.name}: {meta['help']}"
         for other, refused in meta["excludes"].items():
             now = getattr(values, other, None)
-            if is_given and now is not None and _is_among(now, refused):
+            if is_given and now is not None and is_among(now, refused):
                 flag = f"--{field.name}={text(value)}"
                 yield f"{flag} does not go with --{other}={text(now)}; omit one of them"
 
@@ -148,7 +148,8 @@ def is_on(field: dataclasses.Field, value: Any) -> bool:
     return value not in (*OFF, field.default, field.metadata.get("off"))
 
 
-def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
+def is_among(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether an option has one of the values that another one names, or is `ON`."""
     if isinstance(value, str) and values is not ON:
         return _is_choice(value, values)
     if not isinstance(value, (str, int, float, type(None))):

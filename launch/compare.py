@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from data import files, labels
+from fedjax_pfl import options as options_lib
 from launch.assemble import custom
 from launch.config import limits, presets, registry
 from launch.experiment import Experiment, experiment
@@ -261,6 +262,7 @@ def _shared(
     """The shared options that each row gets, and lines about how they were taken."""
     out: dict[str, dict[str, Any]] = {}
     makes: dict[str, dict[str, str]] = {}  # option -> {row: the method it makes it}
+    unmet: dict[str, dict[str, str]] = {}  # option -> {row: the option that it needs}
     for name, own in runs.items():
         known = {*registry.fields_of(own["algo"]), *custom.ONLY_IN_PYTHON}
         out[name] = {option: options[option] for option in options if option in known}
@@ -277,6 +279,10 @@ def _shared(
         for option in by_shared:
             del out[name][option]
             makes.setdefault(option, {})[name] = other.name
+        values = ruled | {k: v for k, v in (out[name] | own).items() if v is not None}
+        for option, needed in _without_effect(own["algo"], out[name], values):
+            if option not in own:
+                unmet.setdefault(option, {})[name] = needed
         is_now = other.name if other and not by_shared else own["algo"]
         is_own = name == registry.algorithm_name(own["algo"]) != own["algo"]
         if not is_own and registry.called(name) not in (None, is_now):
@@ -297,11 +303,46 @@ def _shared(
             )
         gets = "gets" if len(others) == 1 else "get"
         notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
+    for option, rows in unmet.items():
+        others = [name for name in out if option in out[name] and name not in rows]
+        if not others:
+            continue  # refused where it is built, with a cure
+        for name in rows:
+            del out[name][option]
+        needed = ", ".join(f"{name} has no {needed}" for name, needed in rows.items())
+        gets = "gets" if len(others) == 1 else "get"
+        notes.append(
+            f"{option}={options[option]} has no effect where {needed}, so that only "
+            f"{', '.join(others)} {gets} it"
+        )
     for option in options:
         rows = [name for name in out if option in out[name]]
         if rows and all(option in runs[name] for name in rows):
             notes.append(f"{option}={options[option]} is of no row, as all have theirs")
     return out, notes + _meanings(runs, out)
+
+
+def _without_effect(
+    algo: Any, shared: Mapping[str, Any], values: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """(option, the one that it needs) of shared options that a row would refuse.
+
+    `values` are those of the row's options that are known, by its method's rules too.
+    """
+    fields = registry.fields_of(algo)
+    out = []
+    for option in shared.keys() & fields.keys():
+        about, value = options_lib.metadata(fields[option]), shared[option]
+        if value is None or about["is_noted"] or not about["needs"]:
+            continue
+        if not options_lib.is_on(fields[option], value):
+            continue
+        for needed, allowed in about["needs"].items():
+            now = values.get(needed)
+            now = fields[needed].default if now is None else now
+            if now is not None and not options_lib.is_among(now, allowed):
+                out.append((option, needed))
+    return sorted(out)
 
 
 def _meanings(

@@ -75,7 +75,8 @@ def command(argv: list[str]) -> None:
 def _by_flags(line: str, asked: Options) -> str:
     """A line about arguments of Python, with the options of this command."""
     name = "--owner=" if asked.owner else "--client="
-    return line.replace("client_id=", name).replace("give a client_id", "give --client")
+    line = line.replace("client_id=", name).replace("give a client_id", "give --client")
+    return f"--{line}" if line.startswith("seed=") else line
 
 
 def _best_round(

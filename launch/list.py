@@ -149,7 +149,10 @@ def command(argv: list[str]) -> None:
             raise ValueError(f"{line}; options are written --name=value")
         if given & {"algo", "target"}:
             if given != {"algo", "target"} or not asked.target:
-                raise ValueError("--algo=NAME and --target=CHIP go together, alone")
+                raise ValueError(
+                    "--algo=NAME and --target=CHIP go together, alone; the options of "
+                    "a method are in python -m launch.main --algo=NAME --help"
+                )
             made = experiment.experiment(algo=asked.algo, target=asked.target)
             print(cost.in_words({"algo": asked.algo} | made.cost_analysis()))
             return

@@ -28,6 +28,9 @@ class Options:
         "", "run or algorithm to compare with; default the first, of a study its own"
     )
     title: str = option("", "the page's title")
+    setting: str = option(
+        "", "setting of a study whose runs the page describes; default its first"
+    )
 
 
 @ending.command
@@ -54,11 +57,17 @@ def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
         raise ValueError(_unused("title", asked, "a name that ends in .html"))
     if len(paths) == 1 and protocol.is_study(paths[0]):
         methods = protocol.opened(paths[0])
+        if is_table and asked.setting:
+            raise ValueError(_unused("setting", asked, "a name that ends in .html"))
         if is_table:
             return methods.table(control=asked.control or None).to_markdown()
         if asked.control:
             raise ValueError(_unused("control", asked, "a name that ends in .md"))
-        return methods.page(title=asked.title)
+        return methods.page(asked.setting, asked.title)
+    if asked.setting:
+        raise ValueError(
+            f"--setting={asked.setting} is of a study (launch.study --table); omit it"
+        )
     if len(paths) == 1 and store.is_study(paths[0]):
         if asked.control:
             raise ValueError(

@@ -28,6 +28,12 @@ def algorithm(algo: Any) -> algorithms.Entry:
             return dataclasses.replace(algorithm(found), name=name)
     if isinstance(algo, str):
         hint = ", or a file of yours, such as mine.py"
+        if algo.endswith("+ft") and algo.removesuffix("+ft") in known:
+            raise ValueError(
+                f"--algo={algo} is a row of a study (build.study, launch.study); give "
+                f"{algo.removesuffix('+ft')} with --fine_tune_epochs, and see the "
+                "metric fine_tuned_accuracy"
+            )
         options.check_one_of("algo", algo, known, hint)
         return known[algo]
     if isinstance(algo, algorithms.Entry):

@@ -73,7 +73,9 @@ def read(path: pathlib.Path) -> Record:
     summary = finished.read(path)
     is_there = (path / finished.METRICS).is_file()
     if not (records := finished.records(path) if is_there else []):
-        raise ValueError(f"{path} holds no run that has measured anything")
+        inside = path / "runs"
+        more = f"; give folders in {inside}" if inside.is_dir() else ""
+        raise ValueError(f"{path} holds no run that has measured anything{more}")
     recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS)
     run = Record(path, recorded.options, records, {}, summary, hashes=recorded.hashes)
     if summary is None:

@@ -513,7 +513,8 @@ class Run:
     def results(self) -> dict[str, Any]:
         """Metrics by the summary rule, and the rule.
 
-        Before the last round the metrics are those of the last evaluation.
+        Before the last round the metrics are those of the last evaluation, and
+        `summary_of` says so if it was of an earlier round.
         """
         self.start()
         window, rule = self.window, self.config.summary
@@ -521,6 +522,9 @@ class Run:
         if self.round < self.config.rounds and self.metrics and not is_best:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
+        in_words = summaries.in_words(rule, window)
+        if rule == "last" and window[-1] < self.round:
+            in_words = f"last evaluation, after round {window[-1]}"
         return {
             # A sweep has a summary for each point, as a mean over them is meaningless.
             **({"metrics": {}, "sweep": parts} if self.config.sweep else parts[0]),
@@ -528,7 +532,7 @@ class Run:
             "rounds": self.round,
             **({"stopped_early": True} if self.stopped_early else {}),
             "summary": rule,
-            "summary_of": summaries.in_words(rule, window),
+            "summary_of": in_words,
         }
 
     def summary(self) -> dict[str, Any]:

@@ -77,7 +77,10 @@ def page(
         title=title or _title(entries),
         setting=_setting(entries),
         origin=_origin(runs),
-        answer=" ".join([_answer(entries, metric, base), *_notes(entries)]),
+        answer=" ".join(
+            [*_scope(entries, settings), _answer(entries, metric, base)]
+            + _notes(entries)
+        ),
         first=first,
         heads=[head for head, _ in columns],
         runs=[
@@ -392,9 +395,11 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
         return f"No summary has a value of {metric.title}."
     means = [metric.text(one.summary["metrics"][name]) for one in ranked]
     if _is_sweep(entries):
+        parts = [{**one.summary, "point": one.run.point} for one in entries]
+        chosen = words.chosen(parts) or words.NOT_TO_CHOOSE_BY
         return (
             f"Its {len(entries)} points reach {means[-1]} to {means[0]}{percent} "
-            f"({metric.title}). {words.NOT_TO_CHOOSE_BY}."
+            f"({metric.title}). {chosen[0].upper()}{chosen[1:]}."
         )
     best = ranked[0]
     text = f"{best.name} reaches {means[0]}{percent} ({metric.title})"
@@ -411,6 +416,18 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
         text += f", ahead in {ahead.sum()} of {len(gap)} seeds"
     unlike = _unlike([best, other])
     return f"{text}; the two differ in {', '.join(unlike)}." if unlike else f"{text}."
+
+
+def _scope(entries: Entries, settings: Mapping[str, Entries]) -> list[str]:
+    """A sentence about a page of one setting of a study that has several."""
+    mine = [name for name, some in settings.items() if some == entries]
+    if len(settings) < 2 or not mine:
+        return []
+    others = ", ".join(name for name in settings if name != mine[0])
+    return [
+        f"These are the runs of {mine[0]}; of {others} the page has the table of all "
+        "methods and the curves."
+    ]
 
 
 def _sound(entries: Entries) -> list[Entry]:

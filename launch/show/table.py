@@ -7,6 +7,7 @@ import html as html_lib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedjax_pfl import options
 from launch.folder import record
 from launch.folder.record import Record
 from launch.run import summaries
@@ -263,7 +264,11 @@ def made(
     notes += _diverged(runs)
     if known:
         missing = [n for n in metrics if n not in {*known_names, *derived.TITLES}]
-        notes += [f"{name}: no finished run has this metric." for name in missing]
+        names = {name for run in known for name in summaries.kinds(run.summary)}
+        names |= derived.TITLES.keys()
+        for name in missing:
+            near = options.nearest(name, names)
+            notes.append(f"{name}: no finished run has this metric{near or '.'}")
     if untested:
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")

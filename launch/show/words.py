@@ -336,11 +336,15 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
             cells.append(f"{text:>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
-    return [*lines, _chosen(parts, labels) or f"{NOT_TO_CHOOSE_BY}."]
+    return [*lines, chosen(parts) or f"{NOT_TO_CHOOSE_BY}."]
 
 
-def _chosen(parts: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
-    """A line about the point of a sweep with the best validation, "" without any."""
+def chosen(parts: Sequence[Mapping[str, Any]]) -> str:
+    """A line about the point of a sweep with the best validation, "" without any.
+
+    `parts` are summaries with their `point`.
+    """
+    labels = [sweep.label(part["point"]) for part in parts]
     whole = [not part.get("diverged") for part in parts]
     every = [part["metrics"] for part in parts]
     known = [one for one, is_whole in zip(every, whole, strict=True) if is_whole]

@@ -56,7 +56,8 @@ class Options:
     report: bool = option(
         False,
         f"also write {study.REPORT}, tables.md and a picture of each sheet; of --table "
-        "tables.md, tables.tex, and a page and two pictures of each setting",
+        "tables.md, tables.tex, and two pictures and a page of each setting, "
+        "report-SETTING.html if there are several",
     )
     dry_run: bool = option(
         False,
@@ -101,7 +102,10 @@ def command(argv: list[str]) -> None:
                 raise ValueError(f"--table={asked.table}: omit the study {words[0]}")
             return _methods(asked)
         if len(words) != 1:
-            raise ValueError(f"give one study: {', '.join(cells.studies())}")
+            raise ValueError(
+                f"give one study, {', '.join(cells.studies())}, or --table=FILE with "
+                "methods of yours (docs/studies.md)"
+            )
         found = study.Study(words[0], asked.folder, asked.part, asked.target)
     left, every = found.left(), found.wanted
     computed = found.computed(left)

@@ -1,5 +1,6 @@
 """How long the trials of a study will take, from some rounds that are timed."""
 
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -41,7 +42,9 @@ class Estimate(NamedTuple):
                 f"{one.name:<{width}}  {one.trials:6}  {one.finished:8}  "
                 f"{one.minutes:7.1f}  {one.megabytes:5.0f}"
             )
-        return "\n".join([*lines, f"together about {self.minutes:,.0f} minutes"])
+        minutes = math.ceil(self.minutes)
+        together = f"together about {minutes:,} minute{'s' * (minutes != 1)}"
+        return "\n".join([*lines, together])
 
     __repr__ = __str__
 

@@ -60,9 +60,8 @@ FILE = {
 class Study:
     """Methods in one or more settings, see `study`; everything is in `folder`.
 
-    `rows` are the names of the methods, `settings` those of the settings, and `notes`
-    lines about how options were taken. `failed` has the trials of the last `run()` that
-    could not run.
+    `rows` are the names of the methods, `settings` those of the settings. `failed` has
+    the trials of the last `run()` that could not run.
     """
 
     def __init__(self, given: Mapping[str, Any], folder: Any, is_opened: bool = False):
@@ -103,7 +102,8 @@ class Study:
             folder = self._temporary.name
         self.folder, self.failed = pathlib.Path(folder), []
         self._body: dict[str, Any] = {}
-        self._options, self._tuned, self._hashes, self.notes = self._prepared()
+        self._options, self._tuned, self._hashes, self._asked = self._prepared()
+        self._told: dict[str, None] = {}  # lines of the last run, in order
         self._records: dict[str, Record] = {}
         self._choices: dict[tuple[str, str], tuning.Choice] = {}
 
@@ -437,8 +437,8 @@ class Study:
                 f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
             )
         self._begin()
-        self.failed, self._shows, self._told = [], progress, set()
-        for note in self.notes:
+        self.failed, self._shows, self._told = [], progress, {}
+        for note in self._asked:
             self._say(f"note: {note}", is_warning=True)
         for setting, base in self._units[index - 1 :: count]:
             first = self.tuning(setting, base)
@@ -457,8 +457,15 @@ class Study:
                 )
         return self
 
+    @property
+    def notes(self) -> list[str]:
+        """Lines about how options were taken, and what the last `run()` found."""
+        return [*dict.fromkeys([*self._asked, *self._told])]
+
     def _say(self, line: str, is_warning: bool = False) -> None:
         """Shows a line with the progress, or only as a Python warning."""
+        if line.startswith("note: "):
+            self._told[line.removeprefix("note: ")] = None
         if self._shows:
             processes.say(line, flush=True)
         elif is_warning:
@@ -508,10 +515,9 @@ class Study:
     def _trained(self, trial: trials.Trial, progress: bool, minutes: float) -> bool:
         """Runs or continues a trial's run; False if its time was over."""
         made = self._experiment(trial)
-        for note in dict.fromkeys(made.notes):
+        for note in made.notes:
             if note not in self._told:
                 self._say(f"note: {note}")
-        self._told.update(made.notes)
         held, begin = self._held_cell(self._place(trial), trial), None
         if held is None or held["key"] != trial.key:
             cell, key = self._cell(trial), {"key": trial.key}

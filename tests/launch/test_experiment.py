@@ -529,7 +529,10 @@ def test_the_number_that_an_extension_needs(arrays):
 def test_extension_whose_summary_has_passed(arrays):
     """Refused: nobody kept the clients' accuracies of that round."""
     experiment = made(arrays, summary="mean_last10", rounds=12, eval_every=12)
-    experiment.run(until=8, progress=False)
+    between = experiment.run(until=8, progress=False)
+    # There is no evaluation of round 8.
+    assert between["summary_of"] == "last evaluation, after round 0"
+    assert "(last evaluation, after round 0)" in repr(experiment)
     experiment.config = dataclasses.replace(experiment.config, rounds=8)
     experiment.window = ()
     with pytest.raises(ValueError, match="needs accuracies of clients from round 8 on"):

@@ -348,10 +348,46 @@ def test_what_a_table_cannot_say(done):
     ):
         with pytest.raises(ValueError, match=line):
             done.table(**given)
+    (line,) = [one for one in done.table(["client_acuracy"]).notes if "acura" in one]
+    assert line.endswith("has this metric; did you mean client_accuracy?")
     after = record.Record(None, {}, [], {}, {"metrics": {"trained_accuracy": {}}})
     assert table._usual([after], "") == ["trained_accuracy"]
     with pytest.raises(ValueError, match="the study has none; omit it"):
         done.plot(setting="alpha 1")
+
+
+def test_notes_of_a_study(done):
+    """Those of its run, of its trials and of its choices."""
+    notes = "\n".join(done.notes)
+    assert "the best client_lr, 0.3, is at the end of its values" in notes
+    assert set(done.load("fedavg").notes) <= set(done.notes)
+    assert len(set(done.notes)) == len(done.notes)
+
+
+def test_a_page_of_one_of_two_settings(tmp_path, undrawn, capsys):
+    """It says whose runs it has, and --setting has the others."""
+    settings = {"one": {"num_clients": 5}, "two": {"num_clients": 4}}
+    given = {"methods": ["local"], "tune": {}, "settings": settings, "rounds": 1}
+    folder = tmp_path / "study"
+    made(folder, **given).run(progress=False)
+    out = tmp_path / "page.html"
+    for flag, mine, other in (("", "one", "two"), ("--setting=two", "two", "one")):
+        report.command(
+            ["report", str(folder), f"--output={out}", *filter(None, [flag])]
+        )
+        text = out.read_text()
+        assert f"These are the runs of {mine}; of {other} the page has" in text
+    for argv, line in (
+        ([str(folder), "--setting=three"], "setting=three: expected one of one, two"),
+        (
+            [str(folder), "--setting=two", "--output=t.md"],
+            "--setting=two has no effect",
+        ),
+        ([str(folder / "runs" / "one.local"), "--setting=two"], "is of a study"),
+    ):
+        with pytest.raises(SystemExit):
+            report.command(["report", *argv])
+        assert line in capsys.readouterr().err
 
 
 def test_its_report(done, undrawn, tmp_path, capsys):

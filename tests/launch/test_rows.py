@@ -128,6 +128,27 @@ def test_a_custom_algorithm_may_be_called_as_one_of_ours():
     assert list(made) == ["FedAvg", "fedprox"]
 
 
+def test_options_without_effect_in_a_row():
+    """Those that need one that a row does not get are the others' alone."""
+    given = {"server_optimizer": "adam", "server_lr": 0.01}
+    made = build.compare(["fedavg", "fedprox"], **BASE, **given, run=False)
+    assert "makes fedavg the method fedadam, so that only fedprox" in made.notes[0]
+    line = "server_lr=0.01 has no effect where fedavg has no server_optimizer, so that"
+    assert made.notes[1].startswith(line)
+    assert [one.hparams.server_lr for one in made.values()] == [1.0, 0.01]
+    made = build.compare(["fedprox", "fedadam"], **BASE, server_lr=0.01, run=False)
+    assert [one.hparams.server_lr for one in made.values()] == [1.0, 0.01]
+    # Of no row: refused, with what would be needed.
+    with pytest.raises(ValueError, match="has no effect with --server_optimizer=none"):
+        build.compare(["fedavg", "fedprox"], **BASE, server_lr=0.01, run=False)
+
+
+def test_fine_tuned_rows_are_of_studies():
+    """A comparison says so."""
+    with pytest.raises(ValueError, match="fedavg.ft is a row of a study .*give fedavg"):
+        build.compare(["fedavg", "fedavg+ft"], **BASE, run=False)
+
+
 def test_one_name_with_two_meanings_is_said():
     """FedProx's mu and Ditto's lambda."""
     made = build.compare(["fedprox", "ditto"], **BASE, proximal_weight=0.5, run=False)

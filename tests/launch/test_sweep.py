@@ -185,6 +185,14 @@ def test_a_folder_knows_its_points(swept, blobs, undrawn, capsys):
         and "client_lr=0.1 proximal_weight=1.0 " in table[5]
     )
     assert "training on the test set" in table[7]
+    # With validation rows the point that is best by them is named.
+    entries = page_lib.read([folder])
+    for number, one in enumerate(entries):
+        value = {"mean": 0.9 - 0.1 * abs(number - 4), "per_seed": [0.5, 0.5], "std": 0}
+        one.run.summary["metrics"]["val_client_accuracy"] = value
+    page = page_lib.page(entries)
+    assert "Best by validation rows: client_lr=0.1 proximal_weight=1.0 (" in page
+    assert "training on the test set" not in page
 
 
 def test_resumed_it_is_the_same(swept, blobs, tmp_path):
