@@ -630,7 +630,7 @@ def test_exported_by_the_command(blobs, tmp_path, capsys):
     for argv, part in (
         ([], "give the folder of one run"),
         ([str(tmp_path)], "holds no run"),
-        ([str(folder), "--client=4"], "client_id=4: expected 0..3"),
+        ([str(folder), "--client=4"], "--client=4: expected 0..3"),
         ([str(folder), "--output=x.pt"], "ends in .msgpack or .npz or"),
         ([str(folder), "--client=a"], "--client='a': expected an integer"),
         ([str(folder), "--owner=a"], "client_id='a': expected 0..3"),
