@@ -633,7 +633,7 @@ def test_exported_by_the_command(blobs, tmp_path, capsys):
         ([str(folder), "--client=4"], "--client=4: expected 0..3"),
         ([str(folder), "--output=x.pt"], "ends in .msgpack or .npz or"),
         ([str(folder), "--client=a"], "--client='a': expected an integer"),
-        ([str(folder), "--owner=a"], "client_id='a': expected 0..3"),
+        ([str(folder), "--owner=a"], "--owner='a': expected 0..3"),
         ([str(folder), "--owner=a", "--client=1"], "name a client twice"),
     ):
         with pytest.raises(SystemExit) as stop:
