@@ -106,7 +106,8 @@ def teacher(answers: Any, cohort: fp.Cohort, ensemble: str, num_clients: int) ->
 
     `mean_selected` is the plain mean over the real rows. `code_last` is (n / K) *
     z_last, as in the released code: every entry of its list is the last selected
-    client's output (here the highest id's), and their sum is divided by all K clients.
+    client's output (here the highest id's), and their sum is divided by all K clients
+    that may take part.
     """
     num_selected = cohort.row_mask.sum()
     weight = cohort.row_mask / jnp.maximum(num_selected, 1)

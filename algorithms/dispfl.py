@@ -10,8 +10,8 @@ https://arxiv.org/abs/2412.11674.
 * It takes the mean of each entry over those, itself included, that hold the entry, and
   applies its own mask.
 * It trains for E epochs, and applies its mask again after each step.
-* In each tensor it prunes the smallest weights and regrows as many entries elsewhere:
-  those of the largest gradients, or some at random.
+* In each tensor it prunes the smallest weights and regrows as many of the entries that
+  it then lacks: those of the largest gradients, or some at random.
 
     w_k <- m_k * (sum_(j in k, Q_k) m_j * w_j) / (sum_(j in k, Q_k) m_j)
     w_k <- m_k * (w_k - eta grad F_k(w_k))
@@ -65,10 +65,13 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         0.5, "fraction of parameters held", above=0, maximum=1, is_static=True
     )
     prune_rate: float = fp.option(
-        0.5, "fraction of entries that round 0 exchanges", minimum=0, maximum=1
+        0.5, "fraction of entries that round 0 prunes", minimum=0, maximum=1
     )
     prune_rounds: int = fp.option(
-        20, "rounds until none is exchanged; give as many as --rounds", minimum=1
+        20,
+        "rounds until none is pruned; give as many as --rounds",
+        minimum=1,
+        is_in_rounds="end",
     )
     regrow: str = fp.option(
         "gradient",
@@ -145,7 +148,7 @@ def exchanged(
         weight, score: f32[...]. The largest scores, not negative, are regrown among the
             entries that are not held or were just pruned.
         count: Number of entries held.
-        rate: f32[], the fraction of them that is exchanged.
+        rate: f32[], the fraction of them that is pruned, and may be regrown.
     """
     if count == mask.size:
         return mask

@@ -39,9 +39,11 @@ round's clients (Algorithm 1), not over all (Eq. 11). The server's head is sent 
 of v, as Eq. 12 needs it. The KL target is the teacher. J is off at l = 1, where both
 sides are equal at the start of a round and Adam would step on rounding noise. The
 server's first layer is never used. Features are uploaded once, of images as they are,
-also with `--augment`. Left out as useless: literal Eq. 9 with a gradient
-through its target, means over clients that left, independent initialisations, KL on the
-last layer of the MSE variant, and sets of `removed` layers (`--min_layer` does it).
+also with `--augment`; with `--transfer=mse` the targets of J_S2C are of the augmented
+ones, of which no features are counted. Left out as useless: literal Eq. 9 with a
+gradient through its target, means over clients that left, independent initialisations,
+KL on the last layer of the MSE variant, and sets of `removed` layers (`--min_layer`
+does it).
 """
 
 import dataclasses
@@ -202,7 +204,8 @@ def _messages(task: fp.Task, has_heads: bool) -> tuple[fp.MessageKind, ...]:
     """Features and labels up; head and soft targets, or targets, down."""
     model, shape, kind = task.model, task.example_shape, fp.MessageKind
     outputs = shapes.output_bytes(model, shape)
-    up = (*traffic.of_stages("features", "up", model, outputs), kind("labels", "up", 1))
+    label = kind("labels", "up", traffic.label_bytes(task.num_classes))
+    up = (*traffic.of_stages("features", "up", model, outputs), label)
     if not has_heads:
         return up + traffic.of_stages("targets", "down", model, outputs)
     heads = traffic.of_stages("head", "down", model, shapes.stage_bytes(model, shape))

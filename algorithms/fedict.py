@@ -195,10 +195,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     kind, logit_bytes = fp.MessageKind, task.num_classes * traffic.FLOAT_BYTES
     features = shapes.output_bytes(model, task.example_shape)[UPLOADED - 1]
+    label = traffic.label_bytes(task.num_classes)
     return fp.Algorithm(
         plans=(local, server, distill),
         messages=(
-            kind("features, logits and label", "up", features + logit_bytes + 1),
+            kind("features, logits and label", "up", features + logit_bytes + label),
             kind("label frequencies", "up", logit_bytes),
             kind("server logits", "down", logit_bytes),
         ),

@@ -45,7 +45,16 @@ import dataclasses
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import distances, losses, options, prototypes, proxy, shapes, stacked
+from fedjax_pfl import (
+    distances,
+    losses,
+    options,
+    prototypes,
+    proxy,
+    shapes,
+    stacked,
+    traffic,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +149,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         trained = local_update(client, models[served.index(client.model)], server)
         return trained.replace(params=build(server, trained.variables).params)
 
-    # A representation and its class, a number of one byte or of two
-    size, kind = 4 * width + 1 + (num_classes > 256), fp.MessageKind
+    size, kind = 4 * width + traffic.label_bytes(num_classes), fp.MessageKind
     counted = 4 * (hparams.aggregation == "examples")  # |D_ij|
     return fp.Algorithm(
         plans=(fp.plan(hparams),),

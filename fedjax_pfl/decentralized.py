@@ -51,7 +51,7 @@ class Peers:
     topology: str = option(
         "random",
         "graph of peers: drawn by each client, the nearest on a ring, an undirected "
-        "graph of equal degrees, all others, each pair by chance, or a file",
+        "graph of equal degrees, all others, each of them by chance, or a file",
         choices=TOPOLOGIES,
     )
     edge_probability: float = option(

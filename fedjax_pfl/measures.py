@@ -206,6 +206,11 @@ def chosen(asked: str | Sequence[Any]) -> tuple[Measure, ...]:
     names = [one.name for one in out]
     if len(set(names)) < len(names):
         raise ValueError(f"--eval_metrics={','.join(names)} names a metric twice")
+    if pooled := [one for one in names if f"{one}_pooled" in names]:
+        raise ValueError(
+            f"--eval_metrics={','.join(names)}: {pooled[0]}_pooled is also what the "
+            f"value of {pooled[0]} over all rows is called; rename it"
+        )
     return tuple(out)
 
 

@@ -50,7 +50,7 @@ def of(name: str, known: Mapping[str, Kind] = {}) -> Kind:
         return known[name]
     if "perplexity" in name:
         return Kind.PERPLEXITY
-    if name.endswith("_loss"):
+    if name.removesuffix("_pooled").endswith("_loss"):
         return Kind.LOSS
     return Kind.FRACTION if _FRACTION.fullmatch(name) else Kind.NUMBER
 

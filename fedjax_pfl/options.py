@@ -29,7 +29,7 @@ def option(
     off: str = "",
     zero_is_off: bool = False,
     is_static: bool = False,
-    is_in_rounds: bool = False,
+    is_in_rounds: bool | str = False,
 ) -> Any:
     """A field of an option dataclass, with its `--help` text, range and relations.
 
@@ -50,7 +50,7 @@ def option(
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
         is_in_rounds: Marks a number of rounds after which something is complete. A run
-            should reach it.
+            should reach it, or with `end` have as many.
 
     Examples:
         >>> @dataclasses.dataclass(frozen=True)

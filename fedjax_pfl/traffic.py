@@ -15,6 +15,11 @@ FLOAT_BYTES = 4
 BYTES_PER_SECOND = 1e6
 
 
+def label_bytes(num_classes: int) -> int:
+    """Bytes of a class's number: one, or two for more than 256 classes."""
+    return 1 + (num_classes > 256)
+
+
 def both_ways(name: str, size: int) -> tuple[types.MessageKind, types.MessageKind]:
     """Kinds `<name> down` and `<name> up` of `size` bytes."""
     kind = types.MessageKind

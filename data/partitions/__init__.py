@@ -36,7 +36,7 @@ PARTITIONS = {
     "classes": "client_classes for each client, a class in equal parts",
     "cdkt": "the generator of the released CDKT code (50 users, first num_clients)",
     "cdkt_code": "as cdkt, with images in the order of their files, as that code has",
-    "cdkt_paper": "the same sizes, but random classes as in the CDKT paper",
+    "cdkt_paper": "sizes drawn in this way, but random classes as in the CDKT paper",
     "pfllib_dirichlet": "as dirichlet, with the rows of PFLlib's clients",
     "pfllib_pathological": "classes_per_client classes, with the rows of PFLlib's",
     "natural": "the owners of the rows, where the data name them",

@@ -55,13 +55,14 @@ def of_options(
         for name in sweep.points(config.sweep)[0]
         if name in asked
     ]
-    out += [
-        f"--{field.name}={getattr(hparams, field.name)} is more than --rounds="
-        f"{config.rounds}: {field.metadata['help']}"
-        for field in dataclasses.fields(hparams)
-        if field.metadata.get("is_in_rounds")
-        and getattr(hparams, field.name) > config.rounds
-    ]
+    for field in dataclasses.fields(hparams):
+        kind, value = field.metadata.get("is_in_rounds"), getattr(hparams, field.name)
+        if kind and (value > config.rounds or kind == "end" and value < config.rounds):
+            less = "more" if value > config.rounds else "less"
+            out.append(
+                f"--{field.name}={value} is {less} than --rounds={config.rounds}: "
+                f"{field.metadata['help']}"
+            )
     if config.init_from and not getattr(hparams, "shared_init", True):
         out.append(
             "--noshared_init has no effect, as all clients begin with the model of "
@@ -307,7 +308,7 @@ def of_clients(
             f"no client trains on {len(lost)} of {source.num_classes} classes "
             f"({shown}), {count} row{'s' * (count > 1)} of the data"
         )
-    if config.partition.endswith("pathological"):
+    if config.partition.endswith("pathological") or config.partition == "cdkt_paper":
         classes = np.unique(
             split.train.owner * source.num_classes + label[split.train.row]
         )

@@ -20,7 +20,7 @@ from fedjax_pfl import checkpoint
 from launch.config import flagfile, limits, resolve
 from launch.folder import finished, lock, tracking
 from launch.machine import processes
-from launch.run import loop
+from launch.run import loop, summaries
 from launch.run.run import Run
 
 SAVE_SECONDS = 60.0
@@ -327,13 +327,13 @@ class Workdir(loop.Listener):
         if round > wanted:
             self._refuse_fewer(round)
         # The checkpoint has the accuracies of all clients for its own window only.
-        window = host["window"]
-        if passed := {r for r in self.run.window if r <= round} - set(window):
+        window, rule = host["window"], self.run.config.summary
+        if passed := summaries.passed(self.run.window, round, window):
+            enough = summaries.enough_rounds(rule, wanted, round, window)
             raise ValueError(
-                f"--rounds={wanted} needs accuracies of clients from round "
-                f"{min(passed)} on, but this run is at {round} and has none before "
-                f"{min(window)}; give --rounds={host['rounds']} or more, or another "
-                "--workdir"
+                f"--rounds={wanted} needs accuracies of clients after round "
+                f"{min(passed)}, which this run, at {round}, did not keep; give "
+                f"--rounds={enough} or more, or another --workdir"
             )
 
     def _refuse_fewer(self, round: int) -> NoReturn:

@@ -322,13 +322,12 @@ class Run:
         if rounds > limits.INT_LIMIT:
             raise ValueError(f"rounds={rounds}: expected at most {limits.INT_LIMIT}")
         window = summaries.window(self.config.summary, rounds)
-        if self._passed(window):
-            enough = rounds
-            while self._passed(summaries.window(self.config.summary, enough)):
-                enough += 1
+        if passed := summaries.passed(window, self.round, self.window):
+            given = self.config.summary, rounds, self.round, self.window
+            enough = summaries.enough_rounds(*given)
             raise ValueError(
-                f"rounds={rounds} needs accuracies of clients from round {min(window)} "
-                f"on, which finished rounds do not have; give {enough} or more"
+                f"rounds={rounds} needs accuracies of clients after round "
+                f"{min(passed)}, which were not kept; give {enough} or more"
             )
         config = dataclasses.replace(self.config, rounds=rounds)
         if self.history is not None:
@@ -339,10 +338,6 @@ class Run:
         self._keep_accuracies(*old)
         self.simulation.rounds = rounds
         return self
-
-    def _passed(self, window: Sequence[int]) -> set[int]:
-        """The finished rounds of a window that are not in the present one."""
-        return {r for r in window if r <= self.round} - set(self.window)
 
     def _by_architecture(
         self, accuracies: np.ndarray | None, seed: int
@@ -626,10 +621,11 @@ class Run:
         }
 
     def setup_bytes(self) -> int:
-        """Bytes of sending the proxy set to all clients once; a label has one byte."""
+        """Bytes of sending the proxy set, with its labels, to all clients once."""
         ships = self.program.algorithm.ships_proxy
         if not ships:
             return 0
         example = np.prod(self.task.example_shape) * self.data.image.dtype.itemsize
-        example += ships == "labelled"
+        if ships == "labelled":
+            example += traffic.label_bytes(self.task.num_classes)
         return int(self.task.num_proxy * example * self.config.num_clients)

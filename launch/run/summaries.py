@@ -1,5 +1,6 @@
 """Turns curves into numbers: the rounds of a summary, and their mean or median."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ COUNTERS = (
     "bytes_down",
     "seconds",
     "clock",
-    "clients_evaluated",
+    "clients_evaluated",  # SAMPLED
     "diverged",
 )
 
@@ -47,6 +48,9 @@ CHOSEN_BY = {
     ),
 }
 
+# How many clients were measured, in records of a sample of them, and those metrics
+SAMPLED = "clients_evaluated"
+_OF_CLIENTS = re.compile(r"(val_)?(client|worst_decile)_")
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = metric_kinds.CLIENTS_IN
 
@@ -64,6 +68,18 @@ def window(rule_name: str, rounds: int) -> tuple[int, ...]:
         return tuple(range(rounds - count + 1, rounds + 1))
     # Indices 90..99 of 100 are the states before each of the last ten rounds.
     return tuple(range(max(1, rounds - count), rounds)) or (rounds,)
+
+
+def passed(window: Sequence[int], round: int, kept: Sequence[int]) -> set[int]:
+    """The rounds of a window that a run at `round` has finished and not `kept`."""
+    return {one for one in window if one <= round} - set(kept)
+
+
+def enough_rounds(rule_name: str, rounds: int, round: int, kept: Sequence[int]) -> int:
+    """The least number from `rounds` on whose window has no round that has `passed`."""
+    while passed(window(rule_name, rounds), round, kept):
+        rounds += 1
+    return rounds
 
 
 def best_round(
@@ -131,7 +147,10 @@ def summarize(
             metrics[name] |= {"rounds": counts, "of_rounds": max(of_counts)}
         if len(has) < len(seeds):
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
-        if clients := [r[CLIENTS_IN + name] for r in inside if CLIENTS_IN + name in r]:
+        counted = CLIENTS_IN + name
+        if _OF_CLIENTS.match(name) and counted not in set().union(*inside):
+            counted = SAMPLED  # --eval_sample
+        if clients := [r[counted] for r in inside if counted in r]:
             metrics[name]["clients"] = int(min(clients))
     for prefix in "", metric_kinds.VALIDATION:
         if not {f"{prefix}c_spec", f"{prefix}c_gen"} <= metrics.keys():

@@ -267,7 +267,8 @@ def _data(run: record.Record) -> str:
 def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
     """Groups of runs that agree, for each property in which not all runs agree.
 
-    Properties are data, seeds, clients' rows, rounds and summary rule. Clients always
+    Properties are data, seeds, clients' rows, rounds, a sample of the clients that were
+    measured, and summary rule. Clients always
     differ with the seeds, and rules with the rounds, so they are then omitted.
     """
     found = {
@@ -275,6 +276,9 @@ def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
         "seeds": [tuple(entry.run.clients["seeds"].tolist()) for entry in entries],
         "clients": [entry.run.hashes.get("split_sha256") for entry in entries],
         "rounds": [entry.run.flags.get("rounds") for entry in entries],
+        "clients measured": [
+            str(entry.run.flags.get("eval_sample") or 0) for entry in entries
+        ],
         "summary": [words.summary_rule(entry.summary) for entry in entries],
     }
     out: dict[str, list[list[str]]] = {}
@@ -397,8 +401,9 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     if _is_sweep(entries):
         parts = [{**one.summary, "point": one.run.point} for one in entries]
         chosen = words.chosen(parts) or words.NOT_TO_CHOOSE_BY
+        sound = " that did not diverge" * (len(ranked) < len(entries))
         return (
-            f"Its {len(entries)} points reach {means[-1]} to {means[0]}{percent} "
+            f"Its {len(ranked)} points{sound} reach {means[-1]} to {means[0]}{percent} "
             f"({metric.title}). {chosen[0].upper()}{chosen[1:]}."
         )
     best = ranked[0]

@@ -263,6 +263,7 @@ def made(
         )
     notes += _diverged(runs)
     if known:
+        known_names |= {name for run in known for name in run.summary["metrics"]}
         missing = [n for n in metrics if n not in {*known_names, *derived.TITLES}]
         names = {name for run in known for name in summaries.kinds(run.summary)}
         names |= derived.TITLES.keys()

@@ -158,6 +158,7 @@ def test_forms():
         (5, "expected names, or functions .* got a int"),
         (["f1"], "--eval_metrics=f1: expected one of macro_f1"),
         (["auc", "auc"], "names a metric twice"),
+        (["auc", ("auc_pooled", right)], "auc_pooled is also what the value of auc"),
         ([lambda *batch: 1], "is not a name for a metric"),
         ({"auc": right}, "'?auc'? is not a name for a metric"),
         ({"accuracy": right}, "is not a name for a metric .it is that of another"),

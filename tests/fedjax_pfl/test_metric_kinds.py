@@ -12,7 +12,7 @@ BY_NAME = {
         "client_ece_pooled client_class3_accuracy_pooled dropped critical dropped_later"
     ),
     Kind.PERPLEXITY: "masked_perplexity exit1_perplexity client_perplexity_std",
-    Kind.LOSS: "train_loss global_loss client_loss",
+    Kind.LOSS: "train_loss global_loss client_loss client_focal_loss_pooled",
     Kind.NUMBER: "mean_layer mb_later bytes_up seconds client_margin critical_layer",
 }
 

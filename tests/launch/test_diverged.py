@@ -10,7 +10,7 @@ from fedjax_pfl import program, types
 from launch import build
 from launch.folder import record
 from launch.run import summaries
-from launch.show import figures, words
+from launch.show import figures, table, words
 from launch.show import page as page_lib
 from tests import conftest
 from tests.fedjax_pfl import small
@@ -53,6 +53,21 @@ def test_summary_and_records_name_the_round(both):
     summary = json.loads((folder / "good" / "summary.json").read_text())
     assert summary["diverged"] is None
     assert "diverged" not in (folder / "good" / "metrics.jsonl").read_text()
+
+
+def test_a_best_round_before_it():
+    """Its numbers are sound, and the line says so."""
+    summary = {"diverged": 5, "metrics": {"best_round": {"per_seed": [4.0, 3.0]}}}
+    assert "the best round was before that" in words._meaningless(summary)
+    for given in (summary | {"diverged": 4}, summary | {"metrics": {}}):
+        assert "so the accuracies are meaningless" in words._meaningless(given)
+
+
+def test_metrics_of_runs_that_diverged_are_known(both):
+    """Those that no sound run has are not said to be of none."""
+    bad = record.read(both[1] / "bad")
+    shown = table.made({"": {"bad": bad}}, ["client_accuracy"], "", "none", 0.95)
+    assert not [one for one in shown.notes if "has this metric" in one]
 
 
 def test_it_is_said_where_numbers_are_shown(both, undrawn):

@@ -1,6 +1,7 @@
 """`eval_metrics`, and the test loss that every run has."""
 
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 from launch import build, report
 from launch.folder import record
+from launch.show import words
 
 pytestmark = pytest.mark.usefixtures("narrow")
 GEN = np.random.default_rng(1)
@@ -118,6 +120,11 @@ def test_a_sample_of_clients():
     last = experiment.metrics[-1]
     assert {"global_ece", "client_ece", "client_ece_pooled"} <= last.keys()
     assert last["clients_evaluated"] == 2
+    found = experiment.summary()["metrics"]
+    assert {name for name, one in found.items() if one.get("clients") == 2} == {
+        name for name in found if re.match("client_|worst_decile_", name)
+    }
+    assert "(2 clients)" in words.table(experiment.summary())
 
 
 def test_models_that_training_left_are_those_that_serve():

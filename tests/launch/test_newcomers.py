@@ -12,7 +12,7 @@ import pytest
 
 import models
 from data import plan
-from fedjax_pfl import levels, types
+from fedjax_pfl import levels, traffic, types
 from launch import build
 from launch.folder import finished
 from tests.toys import model as toy
@@ -366,6 +366,11 @@ def test_bytes_of_sending_a_proxy_set_once(algo, label):
     experiment = planned(algo=algo, **{} if label is None else {"proxy_fraction": 0.1})
     size = 0 if label is None else 10 * experiment.task.num_proxy * (6 * 4 + label)
     assert experiment.setup_bytes() == size
+
+
+def test_bytes_of_labels():
+    """Those of more than 256 classes have two."""
+    assert list(map(traffic.label_bytes, (2, 256, 257, 1000))) == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("state", ["replicated", "device", "host"])

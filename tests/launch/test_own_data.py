@@ -154,6 +154,15 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
             {"partition": "pathological", "dataset": (GRID, [0] * 190 + [1] * 10)},
             "classes_per_client=2: 11 of 20 clients train on fewer classes",
         ),
+        (
+            {
+                "partition": "cdkt_paper",
+                "dataset": (np.repeat(GRID, 6, 0)[:1050], np.arange(1050) % 10),
+                "num_clients": 50,
+                "partition_seed": 1,
+            },
+            "classes_per_client=2: .* clients train on fewer classes, as some",
+        ),
         ({"partition": "iid"}, ""),
     ],
 )

@@ -145,6 +145,16 @@ def test_which_runs_have_the_same_clients(folders):
     assert not drawn.is_same(one._replace(run=changed), other)
 
 
+def test_samples_of_clients_are_not_ranked_beside_all(folders, undrawn):
+    """No value is marked, and a sentence says why."""
+    first, other = page_lib.read([folders[0], folders[2]])
+    flags = other.run.flags | {"eval_sample": "3"}
+    text = Page(
+        page_lib.page([first, other._replace(run=other.run._replace(flags=flags))])
+    )
+    assert "as the runs differ in clients measured" in text.text
+
+
 def test_columns_of_one_value(folders, undrawn):
     """They are a sentence below the table, and machines are lines if they differ."""
     first, second = page_lib.read([folders[0], folders[2]])

@@ -559,6 +559,11 @@ def test_what_is_probably_not_meant():
     (line,) = notes.of_options(made, hparams)
     assert line.startswith("--ramp_rounds=300 is more than --rounds=60: ")
     assert notes.of_options(*resolved(algo="depthfl", rounds=60)) == []
+    # DisPFL's annealing is over all rounds.
+    for rounds, word in ((10, "more"), (50, "less")):
+        (line,) = notes.of_options(*resolved(algo="dispfl", rounds=rounds))
+        assert line.startswith(f"--prune_rounds=20 is {word} than --rounds={rounds}: ")
+    assert notes.of_options(*resolved(algo="dispfl", rounds=20)) == []
 
 
 @pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "adamw"])

@@ -179,7 +179,7 @@ def test_a_failed_cell_is_a_line(toy, made, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ([], "give one study: toy"),
+        ([], "give one study, toy, typo, or --table=FILE"),
         (["tof"], "no study tof: expected one of toy"),
         (["toy", "--part=nix"], "--part=nix: expected one of few"),
         (["toy", "--folder=full"], "--folder=full holds something else than a study"),

@@ -118,11 +118,11 @@ def test_bytes_are_megabytes_and_fewer_are_better():
 def test_the_best_point_has_the_lowest_perplexity():
     """By validation rows, of a text."""
     parts = [
-        {"metrics": {"val_client_perplexity": {"mean": value}}}
+        {"metrics": {"val_client_perplexity": {"mean": value}}, "point": {"a": value}}
         for value in (9.0, 7.0, 8.0)
     ]
-    line = words._chosen(parts, ["a", "b", "c"])
-    assert line.startswith("best by validation rows: b (")
+    line = words.chosen(parts)
+    assert line.startswith("best by validation rows: a=7.0 (")
 
 
 def test_a_frame_has_the_numbers_of_its_heads():
