@@ -22,7 +22,7 @@ MAX_DEPTH = 50
 
 # Hash of a run -> what another value of it means
 HASHED = {
-    "data_sha256": "other data",
+    "data_sha256": "other data, graph or first model",
     "split_sha256": "other rows of clients",
     "names_sha256": "other names of classes or owners",
     "columns_sha256": "other names of columns",
