@@ -50,6 +50,7 @@ from fedjax_pfl import (
     boundary,
     decentralized,
     losses,
+    options,
     rng,
     shapes,
     sparse,
@@ -71,6 +72,7 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         20,
         "rounds until none is pruned; give as many as --rounds",
         minimum=1,
+        needs={"prune_rate": options.ON},
         is_in_rounds="end",
     )
     regrow: str = fp.option(

@@ -83,7 +83,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         second = part(batch, 1)
         (before, stats), slope = gradient(w, stats, part(batch, 0))
         (loss, stats), g = gradient(moved(w, -alpha, slope), stats, second)
-        loss = jnp.where(second.mask.any(), loss, before)
+        has_second = losses.batch_count(second.mask, second.chosen) > 0
+        loss = jnp.where(has_second, loss, before)
         if hparams.hessian_free:
             ends = (moved(w, delta, g), moved(w, -delta, g))
             up, down = (gradient(end, stats, part(batch, 2))[1] for end in ends)

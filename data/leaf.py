@@ -5,6 +5,7 @@ A JSON file of LEAF has `users`, `num_samples` and `user_data`, an object with t
 """
 
 import collections
+import itertools
 import json
 import math
 import pathlib
@@ -20,6 +21,7 @@ from fedjax_pfl import json_text, options
 CHARACTERS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
 WANTED = "all_data_*.json, train/*.json and test/*.json, or *.parquet"
 _SIDE = 28  # of FEMNIST's images
+_PIXELS = 64  # numbers of a row that may be those of an image
 _COLUMNS = "image", "character", "writer_id"
 _FORM = {"users?": [str], "num_samples?": [int], "user_data": {str: dict}}
 
@@ -137,12 +139,13 @@ def _notes(
     """Lines about the files of `root` that were found, or not read, and their rows."""
     folders, out = {one.parent.resolve().name for one in found}, []
     splits = {parquet.split_of(one, one.parent) for one in found}
-    for where, names in (("folders", folders), ("files", splits)):
-        if {"train", "test"} <= names:
-            out.append(
-                f"the rows in the {where} train and test are one table, which "
-                "--test_split divides for each owner"
-            )
+    both = {"train", "test"}
+    if both <= folders or both <= splits:
+        where = "folders" if both <= folders else "files"
+        out.append(
+            f"the rows in the {where} train and test are one table, which --test_split "
+            "divides for each owner"
+        )
     for name in ("train", "test"):
         # A user's folder may have such a name, but LEAF's files have it too.
         is_inside = found[0].parent not in (root, root.parent)
@@ -154,21 +157,22 @@ def _notes(
                 more = "give the folder that holds train and test to have the others "
                 more += "too"
             out.append(f"all rows are of a folder {name}; {more}")
-    beside = {
-        one for folder in (root, root / "data") for one in _seen(folder, "*.json")
-    }
-    if unread := sorted(one.name for one in beside.difference(found)):
+    is_json = found[0].suffix == ".json"  # the hub has others beside parquet files
+    beside = _seen(root, "*.json", "data/*.json") if is_json and root.is_dir() else []
+    unread = [str(one.relative_to(root)) for one in beside if one not in found]
+    if unread:
         out.append(f"files that are not read: {labels.listed(unread)}")
     # LEAF has all rows of a user in one file of a folder.
     held: dict[tuple[str, pathlib.Path], set[str]] = {}
-    for one in rows if found[0].suffix == ".json" else ():
+    for one in rows if is_json else ():
         held.setdefault((one.owner, one.path.parent), set()).add(one.path.name)
     if several := {key[0]: names for key, names in held.items() if len(names) > 1}:
         owner, names = next(iter(several.items()))
+        count = len(several)
         out.append(
-            f"rows of {len(several)} owners are in several files, such as those of "
-            f"{labels.limited(owner)} in {labels.listed(sorted(names))}; are they the "
-            "same?"
+            f"rows of {count} owner{'s' * (count > 1)} are in several files, such as "
+            f"those of {labels.limited(owner)} in {labels.listed(sorted(names))}; are "
+            "they the same?"
         )
     return tuple(out)
 
@@ -195,7 +199,7 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
         found = json.loads(path.read_bytes(), object_pairs_hook=_compact)
         json_text.check(found, _FORM)
         users, held = found.get("users", ()), found["user_data"]
-        counts = found.get("num_samples") or [None] * len(users)
+        counts = (users and found.get("num_samples")) or [None] * len(users)
         if len(counts) != len(users) or len(set(users)) != len(users):
             raise ValueError(
                 f"users names {len(users)}, {len(set(users))} of them different, and "
@@ -225,8 +229,7 @@ def _compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes arrays of a user's rows at once, as numbers in lists take much memory."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{labels.limited(twice)} is there twice in one object")
     if not (isinstance(found.get("x"), list) and isinstance(found.get("y"), list)):
         return found
@@ -234,8 +237,9 @@ def _compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         x, y = np.asarray(found["x"]), labels.as_array(found["y"], "y")
     except ValueError as error:
         raise ValueError("rows differ in their shape") from error
-    # Others may differ in digits that float32 does not have, which is said later.
-    if x.dtype.kind == "f" and x.size and np.abs(x).max() <= 1:
+    # Pixels; features may differ in digits that float32 does not have, which is said.
+    is_wide = x.dtype.kind == "f" and x.ndim > 1 and x[:1].size >= _PIXELS
+    if is_wide and x.min() >= 0 and x.max() <= 1:
         x = x.astype(np.float32)
     return {**found, "x": x, "y": y}
 
@@ -257,10 +261,12 @@ def _rows(held: Any, size: int | None) -> tuple[np.ndarray, np.ndarray]:
 def _of_parquet(path: pathlib.Path) -> Iterator[Rows]:
     """Yields runs of rows of one writer; ValueErrors name the file."""
     names = parquet.class_names(path, _COLUMNS[1])
-    if names and names != [*CHARACTERS]:
+    if names and names not in ([*CHARACTERS], list(map(str, range(len(CHARACTERS))))):
+        pairs = enumerate(itertools.zip_longest(names, CHARACTERS, fillvalue="nothing"))
+        place, (name, wanted) = next(one for one in pairs if one[1][0] != one[1][1])
         raise ValueError(
-            f"{path} calls the classes of {_COLUMNS[1]} {labels.listed(names)}; "
-            f"{labels.listed(CHARACTERS)} are expected in this order"
+            f"{path}: class {place} of {_COLUMNS[1]} is called {labels.limited(name)}, "
+            f"{wanted} is expected (0 to 9, A to Z, a to z)"
         )
     for batch in parquet.batches(path, _COLUMNS):
         image, label, writer = (batch[one] for one in _COLUMNS)

@@ -92,10 +92,10 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {error}; fetch it again") from error
 
 
-def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
+def _find_idx(folders: list[pathlib.Path]) -> tuple[list[pathlib.Path], str]:
     """Finds the four `IDX_FILES` in the first folder that has them, else [].
 
-    Raises ValueError if none has, and one has some of them.
+    The text names what lacks in a folder that has some of them, "" if none has.
     """
     wanted, some = sum(IDX_FILES, ()), ""
     for folder in folders:
@@ -105,23 +105,23 @@ def _find_idx(folders: list[pathlib.Path]) -> list[pathlib.Path]:
         # Kaggle's copies have a dot before `idx`.
         there = {p.name.removesuffix(".gz").replace(".", "-"): p for p in paths}
         if all(name in there for name in wanted):
-            return [there[name] for name in wanted]
+            return [there[name] for name in wanted], ""
         missing = [name for name in wanted if name not in there]
         if len(missing) < len(wanted):
-            some = some or f"{folder} has no {missing[0]}; fetch it"
-    if some:
-        raise ValueError(some)
-    return []
+            some = some or f"{folder} has no {missing[0]}"
+    return [], some
 
 
 def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     given = [pathlib.Path(data_dir) / name, pathlib.Path(data_dir)] if data_dir else []
     folders = [*given, given[1] / TORCHVISION[name] / "raw"] if given else []
-    paths = _find_idx(folders)
+    paths, some = _find_idx(folders)
     if not paths and (found := _of_hub(name, data_dir)):
         return _counted(name, _joined(found, 10, (28, 28, 1)))
-    if name == "fashion_mnist":
-        paths = paths or _find_idx([DEBIAN_FASHION])
+    if name == "fashion_mnist" and not paths:
+        paths, _ = _find_idx([DEBIAN_FASHION])
+    if some and not paths:
+        raise ValueError(f"--dataset={name}: {some}; fetch it")
     if not paths:
         wanted = ", ".join(sum(IDX_FILES, ()))
         hint = f", or put the IDX files {wanted}, plain or .gz, or {OF_HUB} there"
@@ -134,8 +134,9 @@ def _idx_or_tfds(name: str, data_dir: str) -> dataset.Dataset:
     with files.named(f"{paths[0].parent}"):
         data = _counted(name, _joined(with_channels, 10))
     if given and paths[0].parent == DEBIAN_FASHION not in given:
-        line = f"{name} is read from {DEBIAN_FASHION}, as --data_dir={data_dir} has no "
-        data = data._replace(notes=(*data.notes, f"{line}IDX files of it"))
+        lacking = some or f"--data_dir={data_dir} has no IDX files of it"
+        line = f"{name} is read from {DEBIAN_FASHION}, as {lacking}"
+        data = data._replace(notes=(*data.notes, line))
     return data
 
 
@@ -321,11 +322,15 @@ def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
 
     Raises a one-line ValueError if there are no such files, or one is damaged.
     """
-    folders = [pathlib.Path(data_dir), pathlib.Path(data_dir) / name]
+    folders = [pathlib.Path(data_dir) / name, pathlib.Path(data_dir)]
     for folder in folders if data_dir else ():
         if paths := leaf.find(folder):
             return leaf.femnist(folder, paths)
-    where = f"in {' or '.join(map(str, folders))}" if data_dir else "without --data_dir"
+    where = (
+        f"in {' or '.join(map(str, folders[::-1]))}"
+        if data_dir
+        else "without --data_dir"
+    )
     raise ValueError(
         f"--dataset=femnist: there is no {leaf.WANTED} {where}; put LEAF's FEMNIST by "
         "writer there, or take --dataset=emnist/byclass, the images without writers "

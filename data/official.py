@@ -106,9 +106,11 @@ def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
         split, by names for errors), or None if none of the files is there.
 
     Raises:
-        ValueError: one line with the file: it is damaged, or another one.
+        ValueError: one line with the file: it is damaged, or another one, and no other
+            form is whole.
     """
     name, _, kind = name.partition("/")
+    refused = None
     for folder in (pathlib.Path(data_dir) / name, pathlib.Path(data_dir)):
         if name not in FORMS:
             if any((folder / one).exists() for one in SVHN):
@@ -117,7 +119,12 @@ def find(name: str, data_dir: str) -> dict[str, np.ndarray] | None:
         label = LABELS[name][0 if kind else -1]
         for place, form in _places(folder, name):
             read = _packed if place.is_file() else _unpacked
-            return _joined(place, form, read(place, form), name, label)
+            try:
+                return _joined(place, form, read(place, form), name, label)
+            except ValueError as error:
+                refused = refused or error
+    if refused:
+        raise refused
     return None
 
 
@@ -214,7 +221,8 @@ def _part(found: Mapping[Any, Any], label: str) -> tuple[np.ndarray, np.ndarray]
 
 def _numbers(value: Any, name: str) -> np.ndarray:
     """An array, or one of a list of numbers, whose lists might fill the memory."""
-    if isinstance(value, list) and not all(type(one) is int for one in value):
+    is_list = isinstance(value, (list, tuple))
+    if is_list and not all(type(one) is int for one in value):
         raise ValueError(f"its {name} are a list of more than whole numbers")
     return np.asarray(value)
 

@@ -16,8 +16,8 @@ BYTES_PER_SECOND = 1e6
 
 
 def label_bytes(num_classes: int) -> int:
-    """Bytes of a class's number: one, or two for more than 256 classes."""
-    return 1 + (num_classes > 256)
+    """Bytes of a class's number: one, or two for more than 256 classes, and so on."""
+    return max(1, -(-(num_classes - 1).bit_length() // 8))
 
 
 def both_ways(name: str, size: int) -> tuple[types.MessageKind, types.MessageKind]:

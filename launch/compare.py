@@ -304,7 +304,11 @@ def _shared(
         gets = "gets" if len(others) == 1 else "get"
         notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
     for option, rows in unmet.items():
-        others = [name for name in out if option in out[name] and name not in rows]
+        others = [
+            name
+            for name in out
+            if option in out[name] and name not in rows and option not in runs[name]
+        ]
         if not others:
             continue  # refused where it is built, with a cure
         for name in rows:
@@ -338,6 +342,8 @@ def _without_effect(
         if not options_lib.is_on(fields[option], value):
             continue
         for needed, allowed in about["needs"].items():
+            if needed not in fields:
+                continue
             now = values.get(needed)
             now = fields[needed].default if now is None else now
             if now is not None and not options_lib.is_among(now, allowed):

@@ -33,7 +33,9 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
         with open(source, "rb") as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"
         with (gzip.open if is_packed else open)(source, "rb") as whole:
-            with tarfile.open(fileobj=whole, mode="r|") as archive:
+            with tarfile.open(
+                fileobj=whole, mode="r|" if is_packed else "r|*"
+            ) as archive:
                 for member in archive:
                     parts = pathlib.PurePosixPath(member.name).parts
                     is_image = member.isfile() and member.name.endswith(".png")

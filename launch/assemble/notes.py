@@ -56,7 +56,14 @@ def of_options(
         if name in asked
     ]
     for field in dataclasses.fields(hparams):
-        kind, value = field.metadata.get("is_in_rounds"), getattr(hparams, field.name)
+        about, value = options.metadata(field), getattr(hparams, field.name)
+        kind = about["is_in_rounds"]
+        if not all(
+            options.is_among(getattr(hparams, name), allowed)
+            for name, allowed in about["needs"].items()
+            if hasattr(hparams, name)
+        ):
+            continue
         if kind and (value > config.rounds or kind == "end" and value < config.rounds):
             less = "more" if value > config.rounds else "less"
             out.append(

@@ -50,7 +50,7 @@ CHOSEN_BY = {
 
 # How many clients were measured, in records of a sample of them, and those metrics
 SAMPLED = "clients_evaluated"
-_OF_CLIENTS = re.compile(r"(val_)?(client|worst_decile)_")
+_OF_CLIENTS = re.compile(r"(val_)?(client|worst_decile|fine_tuned)_")
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = metric_kinds.CLIENTS_IN
 

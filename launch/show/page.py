@@ -276,9 +276,7 @@ def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
         "seeds": [tuple(entry.run.clients["seeds"].tolist()) for entry in entries],
         "clients": [entry.run.hashes.get("split_sha256") for entry in entries],
         "rounds": [entry.run.flags.get("rounds") for entry in entries],
-        "clients measured": [
-            str(entry.run.flags.get("eval_sample") or 0) for entry in entries
-        ],
+        "clients measured": [_sampled(entry.run) for entry in entries],
         "summary": [words.summary_rule(entry.summary) for entry in entries],
     }
     out: dict[str, list[list[str]]] = {}
@@ -293,6 +291,14 @@ def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
         if len(groups) > 1:
             out[what] = list(groups.values())
     return out
+
+
+def _sampled(run: record.Record) -> int:
+    """How many clients were measured, 0 = all."""
+    sampled, count = (
+        int(run.flags.get(n) or 0) for n in ("eval_sample", "num_clients")
+    )
+    return sampled if sampled < count else 0
 
 
 def _best(entries: Entries) -> str:

@@ -96,12 +96,20 @@ def test_idx_beside_folders_of_their_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
-def test_three_of_four_idx_files(tmp_path, name):
-    """The missing one is named, and no other copy is taken."""
+def test_three_of_four_idx_files(tmp_path, monkeypatch, name):
+    """The missing one is named, also where Debian's copy is taken."""
+    monkeypatch.setattr(loaders, "DEBIAN_FASHION", tmp_path / "debian")
     write_mnist(tmp_path)
     (tmp_path / "t10k-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match=f"{tmp_path} has no t10k-labels-idx1-ubyte"):
+    words = f"{tmp_path} has no t10k-labels-idx1-ubyte"
+    with pytest.raises(ValueError, match=f"--dataset={name}: {words}; fetch it"):
         loaders.load(name, str(tmp_path))
+    (tmp_path / "debian").mkdir()
+    write_mnist(tmp_path / "debian")
+    monkeypatch.setitem(loaders.ROWS, "fashion_mnist", (12, 5))
+    if name == "fashion_mnist":
+        (line,) = loaders.load(name, str(tmp_path)).notes
+        assert line.endswith(f"debian, as {words}")
 
 
 def test_idx_with_the_names_of_kaggle(tmp_path):

@@ -127,11 +127,12 @@ def test_pickles_of_every_protocol(tmp_path, protocol):
     check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
 
 
-def test_lists_that_share_parts(tmp_path):
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_that_share_parts(tmp_path, kind):
     """Refused before they fill the memory: 60 lists are 2^60 numbers."""
     doubled = [0]
     for _ in range(60):
-        doubled = [doubled, doubled]
+        doubled = kind([doubled, doubled])
     raw = pickle.dumps({"data": np.zeros((2, 3072), "u1"), "labels": doubled}, 2)
     written(tmp_path, "cifar10", 1, change=lambda *_: raw)
     with pytest.raises(ValueError, match="a list of more than whole numbers"):
@@ -144,6 +145,21 @@ def test_coarse_labels_of_another_data_set(tmp_path):
     for name in ("cifar10", "mnist_5k"):
         with pytest.raises(ValueError, match=f"is of cifar100, and not of {name}"):
             loaders.load(name, str(tmp_path), labels="coarse")
+
+
+def test_a_whole_form_beside_a_damaged_one(tmp_path):
+    """It is taken, wherever it is; without one the damaged file is named."""
+    form = written(tmp_path, "cifar10", 0)
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / form.files[0]).write_bytes(b"cut")
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(b"cut")
+    check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
+    for one in (tmp_path / form.folder).iterdir():
+        one.rename(tmp_path / one.name)
+    check(loaders.load("cifar10", str(tmp_path)), "cifar10", "labels")
+    (tmp_path / form.files[0]).write_bytes(b"cut")
+    with pytest.raises(ValueError, match=f"cifar10/{form.files[0]} cannot be read"):
+        loaders.load("cifar10", str(tmp_path))
 
 
 def test_an_archive_with_a_file_twice(tmp_path):

@@ -370,7 +370,23 @@ def test_bytes_of_sending_a_proxy_set_once(algo, label):
 
 def test_bytes_of_labels():
     """Those of more than 256 classes have two."""
-    assert list(map(traffic.label_bytes, (2, 256, 257, 1000))) == [1, 1, 2, 2]
+    sizes = {1: 1, 2: 1, 256: 1, 257: 2, 65_536: 2, 65_537: 3}
+    assert list(map(traffic.label_bytes, sizes)) == list(sizes.values())
+    for algo, name, size in (
+        ("fedd2s", "labels", 2),
+        ("fedproto", "prototypes down", 4 * 10 + 2),
+        ("cdkt", "", None),
+    ):
+        x, y = GEN.normal(size=(600, 6)), np.arange(600) % 300
+        given = {"num_clients": 3, "proxy_fraction": 0.1 * (algo == "cdkt")}
+        given |= {"partition": "iid", "preset": "none", "model": "narrow"}
+        made = build.experiment(algo=algo, dataset=(x, y), **given)
+        sent = {one.name: one.num_bytes for one in made.program.algorithm.messages}
+        if size is None:
+            each = made.setup_bytes() / (3 * made.task.num_proxy)
+            assert each == 6 * 8 / 2 + 2
+        else:
+            assert sent[name] == size
 
 
 @pytest.mark.parametrize("state", ["replicated", "device", "host"])

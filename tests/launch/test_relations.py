@@ -229,6 +229,7 @@ personal_from excludes layer_dropping=on
 prototype_loss notes prototype_weight=on
 proximal_weight needs layer_personalization=true
 proxy_fraction only images
+prune_rounds needs prune_rate=on
 public_set excludes proxy_fraction=on
 public_set only images
 rotate_classes excludes layout=ntc

@@ -148,7 +148,7 @@ def test_which_runs_have_the_same_clients(folders):
 def test_samples_of_clients_are_not_ranked_beside_all(folders, undrawn):
     """No value is marked, and a sentence says why."""
     first, other = page_lib.read([folders[0], folders[2]])
-    flags = other.run.flags | {"eval_sample": "3"}
+    flags = other.run.flags | {"eval_sample": "2"}
     text = Page(
         page_lib.page([first, other._replace(run=other.run._replace(flags=flags))])
     )

@@ -138,6 +138,14 @@ def test_options_without_effect_in_a_row():
     assert [one.hparams.server_lr for one in made.values()] == [1.0, 0.01]
     made = build.compare(["fedprox", "fedadam"], **BASE, server_lr=0.01, run=False)
     assert [one.hparams.server_lr for one in made.values()] == [1.0, 0.01]
+    # A row that has its own is no other that would get it.
+    own = {"algo": "fedprox", "server_optimizer": "adam", "server_lr": 0.1}
+    with pytest.raises(ValueError, match="has no effect with --server_optimizer=none"):
+        rows = {"a": {"algo": "fedprox"}, "b": own}
+        build.compare(rows, **BASE, server_lr=0.01, run=False)
+    # An option may need one that a method does not have.
+    made = build.compare(["fedd2s"], **BASE | {"model": "m1"}, min_layer=2, run=False)
+    assert made["fedd2s"].hparams.min_layer == 2
     # Of no row: refused, with what would be needed.
     with pytest.raises(ValueError, match="has no effect with --server_optimizer=none"):
         build.compare(["fedavg", "fedprox"], **BASE, server_lr=0.01, run=False)

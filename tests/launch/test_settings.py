@@ -564,6 +564,7 @@ def test_what_is_probably_not_meant():
         (line,) = notes.of_options(*resolved(algo="dispfl", rounds=rounds))
         assert line.startswith(f"--prune_rounds=20 is {word} than --rounds={rounds}: ")
     assert notes.of_options(*resolved(algo="dispfl", rounds=20)) == []
+    assert notes.of_options(*resolved(algo="dispfl", rounds=50, prune_rate=0.0)) == []
 
 
 @pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "adamw"])
