@@ -65,6 +65,13 @@ def given(path: Any, what: str) -> pathlib.Path:
         raise ValueError(f"{what}: {path}: {error}") from error
 
 
+def here() -> pathlib.Path | None:
+    """The folder that relative paths begin in, None if it was deleted."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path.cwd()
+    return None
+
+
 def created(path: pathlib.Path) -> BinaryIO:
     """Creates a file (OSError) in place of what is there, never at a link's target."""
     path.unlink(missing_ok=True)

@@ -22,7 +22,8 @@ KJV_LEAST = 10  # rarer words are unknown ones
 UNKNOWN, END_OF_LINE = "<unk>", "<eos>"
 OWNERS = ("book", "chapter")
 
-# Letters beyond a to z and underscores are left out.
+# Letters beyond a to z and underscores are left out, and split a word. The King James
+# Bible's apostrophes are other characters, which stand alone.
 _TOKEN = re.compile(r"[a-z]+(?:'[a-z]+)?|\d+|[^\w\s]")
 
 

@@ -78,16 +78,25 @@ class Workdir(loop.Listener):
 
     def __init__(self, run: Run):
         self.run = run
-        self.path = pathlib.Path(run.config.workdir or default_name(run.config))
-        self.checkpoints = self.path / finished.CHECKPOINTS
-        self._best = self.checkpoints / finished.BEST
+        self._set(pathlib.Path(run.config.workdir or default_name(run.config)))
         self.records: list[dict[str, Any]] = []
-        self._lock = lock.Lock(self.path)
         self._has_begun = self._has_noted_text = False
         self.summary: dict[str, Any] | None = None
         self._restored: tuple[int, Any, dict] | None = None
         # The round of an earlier run that is continued, and what is damaged of it
         self._earlier: tuple[int, str] | None = None
+
+    def _set(self, path: pathlib.Path) -> None:
+        """Sets the folder's path, and those inside."""
+        self.path, self.checkpoints = path, path / finished.CHECKPOINTS
+        self._best = self.checkpoints / finished.BEST
+        self._lock = lock.Lock(path)
+
+    def _settle(self) -> None:
+        """Finds the folder where the run was built, if the process has moved since."""
+        home = self.run.home
+        if home and not self.path.is_absolute() and files.here() != home:
+            self._set(home / self.path)
 
     @property
     def _flags(self) -> flagfile.RunFlags:
@@ -119,6 +128,7 @@ class Workdir(loop.Listener):
                 unfinished run without `--resume`, is damaged, or has changed since this
                 run left it.
         """
+        self._settle()
         if not self._has_begun:
             must_start = self.run.simulation.rows.needs_start
             if must_start and not processes.on_first(self._is_of_a_run):
@@ -203,6 +213,7 @@ class Workdir(loop.Listener):
         It is the newest one, or that after `round` rounds. Raises ValueError if the
         folder holds another run, a damaged one, or no such state.
         """
+        self._settle()
         self._shared(lambda: self._reopen(round))
 
     def _reopen(self, round: int | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from data import files
 from fedjax_pfl import each_client, measures, metric_kinds, simulate, traffic, types
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.metric_kinds import Kind
@@ -70,6 +71,7 @@ class Run:
         settings, made = parts.settings, parts.made
         config, source, program = settings.config, settings.source, made.program
         self.config, self.hparams = config, settings.hparams
+        self.home = files.here()  # a relative folder stays there
         self.task, self.planner, how = made.task, made.planner, made.task.execution
         self.data, self.seeds, self.target = parts.data, parts.seeds, parts.target
         self.parts_with = made.parts_with

@@ -540,6 +540,22 @@ def test_extension_whose_summary_has_passed(arrays):
     assert "metrics" in made(arrays).summary()
 
 
+def test_a_relative_folder_stays(arrays, tmp_path, monkeypatch):
+    """Where the run was built, wherever the process goes."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    one = made(arrays, workdir="runs/one", rounds=2)
+    other = made(arrays, workdir="runs/other", rounds=1)
+    one.run(progress=False, until=1)
+    monkeypatch.chdir(tmp_path / "second")
+    assert one.run(progress=False)["rounds"] == 2
+    other.run(progress=False)
+    assert not list((tmp_path / "second").iterdir())
+    for name in ("one", "other"):
+        assert (tmp_path / "first" / "runs" / name / "summary.json").is_file()
+
+
 def test_a_folder_keeps_it(arrays, tmp_path):
     """A run in a folder is opened again, goes on, and ends as one in memory."""
     folder = str(tmp_path / "run")
