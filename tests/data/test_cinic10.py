@@ -1,5 +1,7 @@
 """CINIC-10 from a small archive and from its folder, through our tfds builder."""
 
+import bz2
+import gzip
 import io
 import tarfile
 
@@ -59,6 +61,15 @@ def test_reads_the_unpacked_folder(archive, tmp_path):
     with tarfile.open(archive / cinic10.ARCHIVE) as file:
         file.extractall(tmp_path, filter="data")
     check(loaders.load("cinic10", str(tmp_path)))
+
+
+def test_an_archive_that_was_packed_otherwise(archive, tmp_path):
+    """By bzip2, or not at all, under the same name."""
+    whole = gzip.decompress((archive / cinic10.ARCHIVE).read_bytes())
+    for name, content in (("bz", bz2.compress(whole)), ("tar", whole)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / cinic10.ARCHIVE).write_bytes(content)
+        check(loaders.load("cinic10", str(tmp_path / name)))
 
 
 def test_missing_or_truncated_is_one_line(archive, tmp_path):
