@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import gzip
 import os
 import pathlib
 import stat
+import tarfile
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
@@ -70,6 +72,18 @@ def here() -> pathlib.Path | None:
     with contextlib.suppress(OSError):
         return pathlib.Path.cwd()
     return None
+
+
+@contextlib.contextmanager
+def tar_stream(
+    path: pathlib.Path, is_packed: bool, mode: str = "r|"
+) -> Iterator[tarfile.TarFile]:
+    """Opens a tar archive, gzipped or not, whose checksum is compared at the end."""
+    with (gzip.open if is_packed else open)(path, "rb") as whole:
+        with tarfile.open(fileobj=whole, mode=mode) as archive:
+            yield archive
+        while whole.read(1 << 20):
+            pass
 
 
 def created(path: pathlib.Path) -> BinaryIO:

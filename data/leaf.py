@@ -85,9 +85,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         )
     x = np.concatenate([one.x for one in rows])
     y = np.concatenate(arrays.alike(*(one.y for one in rows)))
-    # As objects, since numpy's texts lose a NUL at their end
-    owner = np.array([one.owner for one in rows], object)
-    client = np.repeat(owner, [len(one.y) for one in rows])
+    client = _owners(rows)
     notes, side = (), math.isqrt(x.shape[1])
     if x.ndim == 2 and layout in ("nhw", "nhwc", "nchw"):
         x = _squares(x, layout)
@@ -110,33 +108,48 @@ def femnist(root: pathlib.Path, found: list[pathlib.Path]) -> dataset.Dataset:
     Images are as in the files: dark ink on white. Owners are the writers. Raises
     ValueError with the file that is damaged or another one.
     """
-    parts, rows = collections.defaultdict(list), []
+    rows: list[Rows] = []
     with files.named(f"{found[0].parent}"):
         parquet.check_shards(found)
     for path in found:
         is_json = path.suffix == ".json"
         for one in (_of_json if is_json else _of_parquet)(path):
             with files.named(f"{path}: {labels.limited(one.owner)}"):
-                parts["x"].append(_pixels(one.x))
-                parts["y"].append(_characters(one.y))
-            parts["owner"].append(one.owner)
-            rows.append(one._replace(x=(), y=()))
-    if not parts:
+                pair = {"x": _pixels(one.x), "y": _characters(one.y)}
+            rows.append(one._replace(**pair))
+    if not rows:
         raise ValueError(f"{found[0]} and the others have no rows")
-    owner = np.array(parts["owner"], object)
-    client = np.repeat(owner, [len(one) for one in parts["y"]])
+    client = _owners(rows)
     owned = labels.owners(client, len(client), _COLUMNS[-1])
-    x, y = np.concatenate(parts["x"]), np.concatenate(parts["y"])
+    x = np.concatenate([one.x for one in rows])
+    y = np.concatenate([one.y for one in rows])
     return dataset.Dataset(
         *(x, y, len(y), len(CHARACTERS), owned.number, CHARACTERS, owned.names),
         notes=_notes(root, found, rows),
     )
 
 
+def _owners(rows: list[Rows]) -> np.ndarray:
+    """The owner of each row."""
+    # As objects, since numpy's texts lose a NUL at their end
+    owner = np.array([one.owner for one in rows], object)
+    return np.repeat(owner, [len(one.y) for one in rows])
+
+
 def _notes(
     root: pathlib.Path, found: list[pathlib.Path], rows: list[Rows]
 ) -> tuple[str, ...]:
     """Lines about the files of `root` that were found, or not read, and their rows."""
+    is_json = found[0].suffix == ".json"  # the hub has others beside parquet files
+    out = _of_splits(root, found)
+    beside = _seen(root, "*.json", "data/*.json") if is_json and root.is_dir() else []
+    if unread := [str(one.relative_to(root)) for one in beside if one not in found]:
+        out.append(f"files that are not read: {labels.listed(unread)}")
+    return (*out, *(_of_owners(rows) if is_json else ()))
+
+
+def _of_splits(root: pathlib.Path, found: list[pathlib.Path]) -> list[str]:
+    """Lines about the files of train and test, and one of them without the other."""
     folders, out = {one.parent.resolve().name for one in found}, []
     splits = {parquet.split_of(one, one.parent) for one in found}
     both = {"train", "test"}
@@ -157,24 +170,23 @@ def _notes(
                 more = "give the folder that holds train and test to have the others "
                 more += "too"
             out.append(f"all rows are of a folder {name}; {more}")
-    is_json = found[0].suffix == ".json"  # the hub has others beside parquet files
-    beside = _seen(root, "*.json", "data/*.json") if is_json and root.is_dir() else []
-    unread = [str(one.relative_to(root)) for one in beside if one not in found]
-    if unread:
-        out.append(f"files that are not read: {labels.listed(unread)}")
-    # LEAF has all rows of a user in one file of a folder.
-    held: dict[tuple[str, pathlib.Path], set[str]] = {}
-    for one in rows if is_json else ():
-        held.setdefault((one.owner, one.path.parent), set()).add(one.path.name)
-    if several := {key[0]: names for key, names in held.items() if len(names) > 1}:
-        owner, names = next(iter(several.items()))
-        count = len(several)
-        out.append(
-            f"rows of {count} owner{'s' * (count > 1)} are in several files, such as "
-            f"those of {labels.limited(owner)} in {labels.listed(sorted(names))}; are "
-            "they the same?"
-        )
-    return tuple(out)
+    return out
+
+
+def _of_owners(rows: list[Rows]) -> list[str]:
+    """A line about owners in several files of a folder, where LEAF has them in one."""
+    held = collections.defaultdict(set)
+    for one in rows:
+        held[one.owner, one.path.parent].add(one.path.name)
+    several = {key[0]: names for key, names in held.items() if len(names) > 1}
+    if not (count := len(several)):
+        return []
+    owner, names = next(iter(several.items()))
+    return [
+        f"rows of {count} owner{'s' * (count > 1)} are in several files, such as those "
+        f"of {labels.limited(owner)} in {labels.listed(sorted(names))}; are they the "
+        "same?"
+    ]
 
 
 def _squares(x: np.ndarray, layout: str) -> np.ndarray:

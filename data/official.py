@@ -3,10 +3,8 @@
 https://www.cs.toronto.edu/~kriz/cifar.html and http://ufldl.stanford.edu/housenumbers.
 """
 
-import gzip
 import io
 import pathlib
-import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -156,18 +154,15 @@ def _packed(archive: pathlib.Path, form: Form) -> Iterator[tuple[str, bytes]]:
     Raises ValueError if two files of a name are in the archive.
     """
     seen = set()
-    with (open if archive.suffix == ".tar" else gzip.open)(archive, "rb") as whole:
-        with tarfile.open(fileobj=whole, mode="r|") as members:
-            for one in members:
-                name = pathlib.PurePosixPath(one.name).name
-                if one.isfile() and name in form.files:
-                    if name in seen:
-                        raise ValueError(f"{name} is there twice")
-                    seen.add(name)
-                    memory.check(one.size, f"the {one.size} bytes of {name}")
-                    yield name, members.extractfile(one).read()
-        while whole.read(1 << 20):
-            pass
+    with files.tar_stream(archive, archive.suffix != ".tar") as members:
+        for one in members:
+            name = pathlib.PurePosixPath(one.name).name
+            if one.isfile() and name in form.files:
+                if name in seen:
+                    raise ValueError(f"{name} is there twice")
+                seen.add(name)
+                memory.check(one.size, f"the {one.size} bytes of {name}")
+                yield name, members.extractfile(one).read()
 
 
 def _joined(

@@ -128,17 +128,19 @@ def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str
         is_given = is_on(field, value)
         if noted is not None:
             is_given = field.name in noted and value not in OFF
-        for other, allowed in meta["needs"].items():
-            now = getattr(values, other, None)
-            if now is None:
-                continue
-            if is_given and not is_among(now, allowed):
-                yield without_effect(field.name, value, other, now, allowed)
-            if meta["is_needed"] and value in OFF and is_among(now, allowed):
+        needed = {other: getattr(values, other, None) for other in meta["needs"]}
+        lacking = dict(unmet(field, needed))
+        for other, now in needed.items():
+            if is_given and other in lacking:
+                yield without_effect(
+                    field.name, value, other, now, meta["needs"][other]
+                )
+            is_met = now is not None and other not in lacking
+            if meta["is_needed"] and value in OFF and is_met:
                 yield f"--{other}={text(now)} needs --{field.name}: {meta['help']}"
         for other, refused in meta["excludes"].items():
             now = getattr(values, other, None)
-            if is_given and now is not None and is_among(now, refused):
+            if is_given and now is not None and _is_among(now, refused):
                 flag = f"--{field.name}={text(value)}"
                 yield f"{flag} does not go with --{other}={text(now)}; omit one of them"
 
@@ -148,8 +150,20 @@ def is_on(field: dataclasses.Field, value: Any) -> bool:
     return value not in (*OFF, field.default, field.metadata.get("off"))
 
 
-def is_among(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether an option has one of the values that another one names, or is `ON`."""
+def unmet(field: dataclasses.Field, values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(name, value) of the options without which an option has no effect, by `needs`.
+
+    Those that `values` lack, or have as None (not resolved yet), are skipped.
+    """
+    found = {name: values.get(name) for name in metadata(field)["needs"]}
+    return [
+        (name, now)
+        for name, now in found.items()
+        if now is not None and not _is_among(now, metadata(field)["needs"][name])
+    ]
+
+
+def _is_among(value: Any, values: tuple[Any, ...]) -> bool:
     if isinstance(value, str) and values is not ON:
         return _is_choice(value, values)
     if not isinstance(value, (str, int, float, type(None))):

@@ -301,8 +301,7 @@ def _shared(
                 f"compare: {line}; omit it, compare that method, or name the rows: "
                 f"{{'mine': {{'algo': {next(iter(rows))!r}, {option!r}: ...}}, ...}}"
             )
-        gets = "gets" if len(others) == 1 else "get"
-        notes.append(f"{line}, so that only {', '.join(others)} {gets} it")
+        notes.append(f"{line}, {_only(others)}")
     for option, rows in unmet.items():
         others = [
             name
@@ -314,16 +313,19 @@ def _shared(
         for name in rows:
             del out[name][option]
         needed = ", ".join(f"{name} has no {needed}" for name, needed in rows.items())
-        gets = "gets" if len(others) == 1 else "get"
-        notes.append(
-            f"{option}={options[option]} has no effect where {needed}, so that only "
-            f"{', '.join(others)} {gets} it"
-        )
+        line = f"{option}={options[option]} has no effect where {needed}"
+        notes.append(f"{line}, {_only(others)}")
     for option in options:
         rows = [name for name in out if option in out[name]]
         if rows and all(option in runs[name] for name in rows):
             notes.append(f"{option}={options[option]} is of no row, as all have theirs")
     return out, notes + _meanings(runs, out)
+
+
+def _only(rows: Sequence[str]) -> str:
+    """The part of a line about the rows that get an option."""
+    gets = "gets" if len(rows) == 1 else "get"
+    return f"so that only {', '.join(rows)} {gets} it"
 
 
 def _without_effect(
@@ -333,21 +335,15 @@ def _without_effect(
 
     `values` are those of the row's options that are known, by its method's rules too.
     """
-    fields = registry.fields_of(algo)
-    out = []
+    fields, out = registry.fields_of(algo), []
+    now = {name: field.default for name, field in fields.items()} | values
     for option in shared.keys() & fields.keys():
-        about, value = options_lib.metadata(fields[option]), shared[option]
-        if value is None or about["is_noted"] or not about["needs"]:
+        field, value = fields[option], shared[option]
+        if value is None or options_lib.metadata(field)["is_noted"]:
             continue
-        if not options_lib.is_on(fields[option], value):
-            continue
-        for needed, allowed in about["needs"].items():
-            if needed not in fields:
-                continue
-            now = values.get(needed)
-            now = fields[needed].default if now is None else now
-            if now is not None and not options_lib.is_among(now, allowed):
-                out.append((option, needed))
+        unmet = options_lib.unmet(field, now)
+        if unmet and options_lib.is_on(field, value):
+            out += [(option, needed) for needed, _ in unmet]
     return sorted(out)
 
 

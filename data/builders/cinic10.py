@@ -7,11 +7,12 @@ https://arxiv.org/abs/1810.03505. The official archive `CINIC-10.tar.gz` holds
 tfds keeps them.
 """
 
-import gzip
 import pathlib
 import tarfile
 import zlib
 from collections.abc import Iterator
+
+from data import files
 
 CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 NAME, SIDE, ARCHIVE = "cinic10", 32, "CINIC-10.tar.gz"
@@ -32,17 +33,13 @@ def images(source: pathlib.Path, split: str) -> Iterator[tuple[str, str, bytes]]
     try:
         with open(source, "rb") as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"
-        with (gzip.open if is_packed else open)(source, "rb") as whole:
-            with tarfile.open(
-                fileobj=whole, mode="r|" if is_packed else "r|*"
-            ) as archive:
-                for member in archive:
-                    parts = pathlib.PurePosixPath(member.name).parts
-                    is_image = member.isfile() and member.name.endswith(".png")
-                    if is_image and parts[-3:-2] == (split,) and parts[-2] in CLASSES:
-                        content = archive.extractfile(member).read()
-                        yield "/".join(parts[-2:]), parts[-2], content
-            while whole.read(1 << 20):  # up to the archive's checksum
-                pass
+        mode = "r|" if is_packed else "r|*"
+        with files.tar_stream(source, is_packed, mode) as archive:
+            for member in archive:
+                parts = pathlib.PurePosixPath(member.name).parts
+                is_image = member.isfile() and member.name.endswith(".png")
+                if is_image and parts[-3:-2] == (split,) and parts[-2] in CLASSES:
+                    content = archive.extractfile(member).read()
+                    yield "/".join(parts[-2:]), parts[-2], content
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{source} cannot be read: {error}; fetch it again") from error

@@ -56,18 +56,14 @@ def of_options(
         if name in asked
     ]
     for field in dataclasses.fields(hparams):
-        about, value = options.metadata(field), getattr(hparams, field.name)
-        kind = about["is_in_rounds"]
-        if not all(
-            options.is_among(getattr(hparams, name), allowed)
-            for name, allowed in about["needs"].items()
-            if hasattr(hparams, name)
-        ):
+        kind = options.metadata(field)["is_in_rounds"]
+        if not kind or options.unmet(field, vars(hparams)):
             continue
-        if kind and (value > config.rounds or kind == "end" and value < config.rounds):
-            less = "more" if value > config.rounds else "less"
+        value, rounds = getattr(hparams, field.name), config.rounds
+        if value > rounds or (kind == "end" and value < rounds):
+            less = "more" if value > rounds else "less"
             out.append(
-                f"--{field.name}={value} is {less} than --rounds={config.rounds}: "
+                f"--{field.name}={value} is {less} than --rounds={rounds}: "
                 f"{field.metadata['help']}"
             )
     if config.init_from and not getattr(hparams, "shared_init", True):

@@ -18,6 +18,9 @@ KINDS = (int, float, str, bool)
 _ELSEWHERE = pathlib.Path(__file__).with_name("elsewhere.toml")
 
 
+FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a study's row
+
+
 def algorithm(algo: Any) -> algorithms.Entry:
     """The entry of a name, a file or a custom algorithm; ValueError if it is none."""
     known = algorithms.ALGORITHMS
@@ -28,11 +31,12 @@ def algorithm(algo: Any) -> algorithms.Entry:
             return dataclasses.replace(algorithm(found), name=name)
     if isinstance(algo, str):
         hint = ", or a file of yours, such as mine.py"
-        if algo.endswith("+ft") and algo.removesuffix("+ft") in known:
+        base = algo.removesuffix(FINE_TUNED)
+        if base != algo and base in known:
             raise ValueError(
                 f"--algo={algo} is a row of a study (build.study, launch.study); give "
-                f"{algo.removesuffix('+ft')} with --fine_tune_epochs, and see the "
-                "metric fine_tuned_accuracy"
+                f"{base} with --fine_tune_epochs, and see the metric "
+                "fine_tuned_accuracy"
             )
         options.check_one_of("algo", algo, known, hint)
         return known[algo]

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedjax_pfl import metric_kinds
 
+SAMPLED = "clients_evaluated"  # in records of a sample of the clients
 COUNTERS = (
     "round",
     "seed",
@@ -16,7 +17,7 @@ COUNTERS = (
     "bytes_down",
     "seconds",
     "clock",
-    "clients_evaluated",  # SAMPLED
+    SAMPLED,
     "diverged",
 )
 
@@ -48,8 +49,7 @@ CHOSEN_BY = {
     ),
 }
 
-# How many clients were measured, in records of a sample of them, and those metrics
-SAMPLED = "clients_evaluated"
+# The metrics of a sample of clients
 _OF_CLIENTS = re.compile(r"(val_)?(client|worst_decile|fine_tuned)_")
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = metric_kinds.CLIENTS_IN
@@ -148,7 +148,7 @@ def summarize(
         if len(has) < len(seeds):
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
         counted = CLIENTS_IN + name
-        if _OF_CLIENTS.match(name) and counted not in set().union(*inside):
+        if _OF_CLIENTS.match(name) and counted not in names:
             counted = SAMPLED  # --eval_sample
         if clients := [r[counted] for r in inside if counted in r]:
             metrics[name]["clients"] = int(min(clients))

@@ -431,7 +431,7 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
 
 def _scope(entries: Entries, settings: Mapping[str, Entries]) -> list[str]:
     """A sentence about a page of one setting of a study that has several."""
-    mine = [name for name, some in settings.items() if some == entries]
+    mine = [name for name, some in settings.items() if some is entries]
     if len(settings) < 2 or not mine:
         return []
     others = ", ".join(name for name in settings if name != mine[0])

@@ -220,7 +220,7 @@ def made(
         raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested, known_names = [], {}, set()
+    columns, untested = [], {}
     for setting, found in runs.items():
         since = {row: run and record.diverged(run) for row, run in found.items()}
         bad = [row for row, round in since.items() if round is not None]
@@ -237,8 +237,6 @@ def made(
             pairs = zip(found, values, strict=True)
             values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
-            if any(entries.values()):
-                known_names.add(name)
             has_values = any(one is not None for one in arrays.values())
             is_bold = how.better and any(entries.values()) and test != "none"
             if is_bold and not has_values:
@@ -263,13 +261,12 @@ def made(
         )
     notes += _diverged(runs)
     if known:
-        known_names |= {name for run in known for name in run.summary["metrics"]}
-        missing = [n for n in metrics if n not in {*known_names, *derived.TITLES}]
-        names = {name for run in known for name in summaries.kinds(run.summary)}
-        names |= derived.TITLES.keys()
-        for name in missing:
-            near = options.nearest(name, names)
-            notes.append(f"{name}: no finished run has this metric{near or '.'}")
+        names = derived.TITLES.keys() | {n for r in known for n in r.summary["metrics"]}
+        notes += [
+            f"{n}: no finished run has this metric{options.nearest(n, names) or '.'}"
+            for n in metrics
+            if n not in names
+        ]
     if untested:
         line = "are no values of single clients, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: there {line}.")

@@ -37,7 +37,7 @@ from launch.tables import cells, estimates, store, trials, tuning
 if TYPE_CHECKING:
     from launch.show import table
 
-FINE_TUNED = "+ft"  # after a method's name: its fine-tuned clients as a row
+FINE_TUNED = registry.FINE_TUNED
 STUDY, PACKED = store.STUDY, "study of methods"
 _EPOCHS = "fine_tune_epochs"
 _NONE = ("", ".", "..")  # names of no folder
