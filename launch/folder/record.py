@@ -238,8 +238,12 @@ def _arrays(run: Record) -> tuple[str, str]:
 
 
 def has_clients(run: Record) -> bool:
-    """Whether the accuracy (or perplexity) of any single client is known."""
-    return bool(np.isfinite(run.clients[measured(run)]).any())
+    """Whether the accuracy (or perplexity) of any single client is known.
+
+    With `--eval_moments=after` it is not: the arrays are of the models before.
+    """
+    is_known = np.isfinite(run.clients[measured(run)]).any()
+    return bool(is_known) and run.flags.get("eval_moments") != "after"
 
 
 def of_clients(run: Record) -> np.ndarray:

@@ -116,8 +116,8 @@ def _check_clients(runs: Runs, kind: str) -> None:
             raise ValueError(f"{line}; omit it, or give --kind=curves")
     if kind != "bubbles" and not all(map(record.has_clients, runs)):
         raise ValueError(
-            f"--kind={kind}: a run has no accuracies of single clients; omit it, or "
-            "give --kind=curves,bubbles"
+            f"--kind={kind}: a run has no accuracies of single clients, as with "
+            "--eval_moments=after; omit it, or give --kind=curves,bubbles"
         )
     if kind != "bubbles" and len(set(map(record.is_text, runs))) > 1:
         raise ValueError(

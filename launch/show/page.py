@@ -448,14 +448,16 @@ def _sound(entries: Entries) -> list[Entry]:
 
 def _notes(entries: Entries) -> list[str]:
     """Sentences about runs that diverged, and about those with equal parameters."""
-    bad = [entry for entry in entries if record.diverged(entry.run) is not None]
-    names = ", ".join(figures.named(entry.run, entry.name) for entry in bad)
-    reason = "losses or parameters are not finite, so its results are meaningless"
+    bad: dict[str, list[str]] = {}
+    for entry in entries:
+        if record.diverged(entry.run) is not None:
+            reason = words.meaningless(entry.summary)
+            bad.setdefault(reason, []).append(figures.named(entry.run, entry.name))
     # The points of a sweep share a hash.
     alone = [entry for entry in entries if not entry.run.point]
     hashes = {one.name: one.summary.get("parameters_sha256") for one in alone}
     equal = [f"{line}." for line in words.equal_parameters(hashes)]
-    return [f"{names}: {reason}."] * bool(bad) + equal
+    return [f"{', '.join(names)}: {why}." for why, names in bad.items()] + equal
 
 
 def _speeds(entries: Entries) -> list[tuple[str, Mapping[str, Any]]]:

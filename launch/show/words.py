@@ -248,11 +248,11 @@ def diverged(round: int | None) -> str:
     return f"diverged in round {round}" if round else ""
 
 
-def _meaningless(summary: Mapping[str, Any]) -> str:
+def meaningless(summary: Mapping[str, Any]) -> str:
     """What a divergence means for the metrics of a run that has diverged."""
     line = "losses or parameters are not finite, so the accuracies are meaningless"
     best = summary["metrics"].get("best_round", {}).get("per_seed", ())
-    if best and max(best) < summary["diverged"]:
+    if best and max(best) < (summary.get("diverged") or 0):
         line = "the best round was before that; results of later ones are meaningless"
     return line
 
@@ -298,7 +298,7 @@ def table(summary: dict[str, Any]) -> str:
     """
     lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
     if summary.get("diverged"):
-        lines.append(f"{diverged(summary['diverged'])}: {_meaningless(summary)}")
+        lines.append(f"{diverged(summary['diverged'])}: {meaningless(summary)}")
     # Summaries of earlier versions have no step counts.
     steps = summary.get("step_efficiency")
     of_steps = "" if steps is None else f"of steps {steps:.2f}, "

@@ -58,9 +58,22 @@ def test_summary_and_records_name_the_round(both):
 def test_a_best_round_before_it():
     """Its numbers are sound, and the line says so."""
     summary = {"diverged": 5, "metrics": {"best_round": {"per_seed": [4.0, 3.0]}}}
-    assert "the best round was before that" in words._meaningless(summary)
+    assert "the best round was before that" in words.meaningless(summary)
     for given in (summary | {"diverged": 4}, summary | {"metrics": {}}):
-        assert "so the accuracies are meaningless" in words._meaningless(given)
+        assert "so the accuracies are meaningless" in words.meaningless(given)
+
+
+def test_a_report_says_so_of_each_run(both):
+    """One whose best round was before has results."""
+    bad = page_lib.read([both[1] / "bad"])[0]
+    records = [one | {"diverged": 3} for one in bad.run.records]
+    best = bad.summary | {"diverged": 3, "metrics": {"best_round": {"per_seed": [2]}}}
+    other = bad._replace(
+        name="other", run=bad.run._replace(records=records, summary=best)
+    )
+    first, second, *_ = page_lib._notes([bad, other])
+    assert first.endswith("so the accuracies are meaningless.")
+    assert second.startswith("other (diverged in round 3): the best round was before")
 
 
 def test_metrics_of_runs_that_diverged_are_known(both):
@@ -83,7 +96,7 @@ def test_it_is_said_where_numbers_are_shown(both, undrawn):
     page = page_lib.page(
         page_lib.read([folder / "bad", folder / "good"], ["bad", "good"])
     )
-    assert "bad (diverged in round 1)" in page
+    assert "bad (diverged in round 1): losses or parameters are not finite" in page
     assert 'class="answer">good reaches' in page
     assert "good (diverged" not in page
 

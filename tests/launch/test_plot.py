@@ -87,9 +87,12 @@ def test_runs_without_clients(runs, tmp_path):
     found = record.read(alone)
     unknown = np.full_like(found.clients["accuracy"], np.nan)
     bare = found._replace(clients=found.clients | {"accuracy": unknown})
-    assert record.has_clients(found) and not record.has_clients(bare)
-    with pytest.raises(ValueError, match="has no accuracies of single clients"):
-        figures.picture("fairness", [found, bare])
+    after = found._replace(flags=found.flags | {"eval_moments": "after"})
+    assert record.has_clients(found)
+    for one in (bare, after):
+        assert not record.has_clients(one)
+        with pytest.raises(ValueError, match="has no accuracies of single clients"):
+            figures.picture("fairness", [found, one])
 
 
 def test_a_dollar_is_no_formula(runs):
