@@ -40,7 +40,8 @@ def command(argv: list[str]) -> None:
     works = measure.WORKS["values"]
 
     def extra(values: absl_flags.FlagValues) -> None:
-        absl_flags.DEFINE_string("work", "w1", " or ".join(works), values)
+        about = "the clients, data and model to time: " + " or ".join(works)
+        absl_flags.DEFINE_string("work", "w1", about, values)
         absl_flags.DEFINE_boolean("json", False, "print the JSON object only", values)
         about = "compile for this chip without having one: " + " or ".join(target.CHIPS)
         absl_flags.DEFINE_string("target", "", about, values)

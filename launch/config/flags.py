@@ -176,6 +176,13 @@ def help_for(
     if preset:
         options.check_one_of("preset", preset, presets.PRESETS)
     known, kinds = registry.fields_of(algo), registry.option_types(algo)
+    if extra is not None:
+        values = flags.FlagValues()
+        extra(values)
+        print("Options of this command:")
+        for name in values:
+            print(f"  --{name}\n      {values[name].help}; {values[name].default!r}")
+        print()
     print(f"Options of --algo={algo} (also in a file: --flagfile=PATH)")
     for group, names in registry.groups_of(algo).items():
         print(f"\n{group}:")
@@ -185,9 +192,4 @@ def help_for(
             default = registry.default_text(algo, name, dataset, preset)
             about = meta["help"] or "a field of HParams"
             print(f"  --{name}=<{choices}>\n      {about}; {default}")
-    if extra is not None:
-        values = flags.FlagValues()
-        extra(values)
-        for name in values:
-            print(f"  --{name}\n      {values[name].help}; {values[name].default!r}")
     raise SystemExit(0)

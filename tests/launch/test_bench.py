@@ -91,3 +91,12 @@ def test_forms_refuse_a_bad_request(given, line, capsys):
     with pytest.raises(SystemExit, match="2"):
         forms.command(["forms", given])
     assert line in capsys.readouterr().err
+
+
+def test_its_own_flags_come_first(capsys):
+    """The help of an algorithm's options is long."""
+    with pytest.raises(SystemExit):
+        bench.command(["bench", "--help"])
+    first, rest = capsys.readouterr().out.split("\nOptions of --algo=fedavg")
+    assert first.startswith("Options of this command:\n  --work\n")
+    assert "--work" not in rest and "--rounds=<int>" in rest
