@@ -99,4 +99,4 @@ def test_its_own_flags_come_first(capsys):
         bench.command(["bench", "--help"])
     first, rest = capsys.readouterr().out.split("\nOptions of --algo=fedavg")
     assert first.startswith("Options of this command:\n  --work\n")
-    assert "--work" not in rest and "--rounds=<int>" in rest
+    assert "--work\n" not in rest and "--rounds=<int>" in rest
