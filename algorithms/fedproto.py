@@ -149,8 +149,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         trained = local_update(client, models[served.index(client.model)], server)
         return trained.replace(params=build(server, trained.variables).params)
 
-    size, kind = 4 * width + traffic.label_bytes(num_classes), fp.MessageKind
-    counted = 4 * (hparams.aggregation == "examples")  # |D_ij|
+    label, kind = traffic.label_bytes(num_classes), fp.MessageKind
+    size = traffic.FLOAT_BYTES * width + label
+    counted = traffic.FLOAT_BYTES * (hparams.aggregation == "examples")  # |D_ij|
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=(

@@ -90,9 +90,6 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         has_own = state.clients["has_own"] & (hparams.eval_model == "own")
-        return (
-            fp.Serving.one(model, state.server, ~has_own),
-            fp.Serving.each(model, state.clients["own"], mask=has_own),
-        )
+        return averaging.own_or_server(model, state, has_own)
 
     return averaging.make(hparams, task, client_update, own=first, serving=serving)

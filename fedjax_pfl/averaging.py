@@ -177,6 +177,19 @@ def make(
     )
 
 
+def own_or_server(
+    model: types.Model, state: types.RoundState, has_own: jax.Array
+) -> tuple[types.Serving, ...]:
+    """For `serving` of `make`: a client's own model, or the server's.
+
+    `state.clients["own"]` serves where `has_own` bool[K], and `state.server` elsewhere.
+    """
+    return (
+        types.Serving.one(model, state.server, ~has_own),
+        types.Serving.each(model, state.clients["own"], mask=has_own),
+    )
+
+
 def _is_size(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and value > 0
 

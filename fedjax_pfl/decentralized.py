@@ -131,8 +131,6 @@ def mix(
     cut: int,
     extractor: jax.Array,
     classifier: jax.Array,
-    *,
-    known: Any = (),
 ) -> types.Variables:
     """Weighted means of clients and their peers, leaves [C, ...].
 
@@ -140,11 +138,11 @@ def mix(
     stage of the classifier, 0..L, and L means that there is none. `extractor` has the
     weights of the stages below the cut and of all statistics, as in
     `aggregate.mix_peers` (with f32[C, 1] each client keeps its own), and `classifier`
-    those of the other stages' parameters. Rows travel behind `known`.
+    those of the other stages' parameters.
     """
     params, stats = models
     parts, weight = ((params[:cut], stats), params[cut:]), (extractor, classifier)
-    mixed = aggregate.mix_peers(parts, cohort, weight, known=known)
+    mixed = aggregate.mix_peers(parts, cohort, weight)
     (below, stats), above = mixed
     return types.Variables((*below, *above), stats)
 

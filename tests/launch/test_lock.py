@@ -82,6 +82,9 @@ def test_an_unreadable_lock_is_taken_over(tmp_path, text):
     (tmp_path / lock.NAME).write_text(text)
     ours = lock.Lock(tmp_path)
     ours.acquire()
+    assert json.loads((tmp_path / lock.NAME).read_text())["pid"] == os.getpid()
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+        lock.Lock(tmp_path).acquire()
     ours.release()
 
 

@@ -273,6 +273,7 @@ def test_the_server_s_steps_take_no_time_of_a_client():
 def test_steps_before_a_deadline():
     """Those of a plain loop over batches; who does no step does not take part."""
     local, again = types.PlanSpec("local", 2, 5), types.PlanSpec("again", 1, 5)
+    shares = set()
     for specs, rows in (((local,), 12), ((local,), 20), ((local, again), 12)):
         for limit in np.linspace(1.05, 1.4, 20):
             who = participation.Participation(
@@ -290,7 +291,10 @@ def test_steps_before_a_deadline():
                     epoch = [5] * (rows // 5) + [rows % 5] * (rows % 5 > 0)
                     done = np.cumsum(epoch * spec.epochs) <= left * share + 1e-6
                     assert cohort.plans[spec.name].num_steps[row] == done.sum() > 0
+                    shares.add((len(specs), rows, done.mean() == 1))
             assert 2 not in cohort.client_id
+    # Each case has clients that are cut, and such that do all their steps.
+    assert len(shares) == 6
 
 
 @pytest.mark.parametrize("first", [1, 0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from models import own
+from models import own, own_linen
 
 
 class Body(nn.Module):
@@ -129,17 +129,18 @@ class Fields(nn.Module):
 
     @nn.compact
     def __call__(self, x, deterministic, training, train=None):
-        assert deterministic == (not training) and training == train
-        return nn.Dense(2)(x)
+        modes = jnp.array([deterministic, training, train], x.dtype)
+        return nn.Dense(2)(x), modes
 
 
 def test_fields_of_a_modes_name():
     """What `__call__` names is passed."""
-    model = own.chain(Fields())
-    x = jnp.ones((3, 4))
-    variables = model.init(jax.random.key(0), x)
+    stage, x = own_linen.Stage(Fields()), jnp.ones((3, 4))
+    _, variables = stage.init_with_output(jax.random.key(0), x)
     for train in (False, True):
-        model.forward(*variables, x, train=train, key=jax.random.key(2))
+        given = {"sample_mask": jnp.ones(3, bool), "train": train, "rngs": {}}
+        (_, modes), _ = stage.apply(variables, x, **given)
+        assert modes.tolist() == [not train, train, train]
 
 
 def test_equal_modules_are_one_model():
