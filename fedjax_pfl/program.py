@@ -222,24 +222,10 @@ def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
     return state, metrics, sent
 
 
-def build(
-    make: Callable[[Any, types.Task], types.Algorithm],
-    hparams: Any,
-    task: types.Task,
-    scoring: evaluate.Scoring,
-) -> Program:
-    """Builds the jitted functions of one algorithm, or finds those of an equal one.
-
-    Args:
-        make: `(hparams, task) -> Algorithm`. It is called again inside each trace, with
-            the float hyperparameters as tracers.
-        hparams, task: The arguments of `make`.
-        scoring: What to evaluate.
-
-    Raises:
-        ValueError: one line: `make` returned something else, or clients have several
-            architectures and the algorithm takes one.
-    """
+def made(
+    make: Callable[[Any, types.Task], types.Algorithm], hparams: Any, task: types.Task
+) -> types.Algorithm:
+    """Calls `make`; ValueErrors as in `build`."""
     algorithm = make(hparams, task)
     if not isinstance(algorithm, types.Algorithm):
         raise ValueError(
@@ -248,12 +234,38 @@ def build(
         )
     if not algorithm.by_architecture:
         _ = task.client_model  # refuses several
+    return algorithm
+
+
+def build(
+    make: Callable[[Any, types.Task], types.Algorithm],
+    hparams: Any,
+    task: types.Task,
+    scoring: evaluate.Scoring,
+    code: str = "",
+) -> Program:
+    """Builds the jitted functions of one algorithm, or finds those of an equal one.
+
+    Args:
+        make: `(hparams, task) -> Algorithm`. It is called again inside each trace, with
+            the float hyperparameters as tracers.
+        hparams, task: The arguments of `make`.
+        scoring: What to evaluate.
+        code: A hash of what custom code computes, since a function that is the same
+            object may refer to others that have changed.
+
+    Raises:
+        ValueError: one line: `make` returned something else, or clients have several
+            architectures and the algorithm takes one.
+    """
+    algorithm = made(make, hparams, task)
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
     # A method or a closure may hold incomparable values, so it is built again.
     is_plain = isinstance(make, FunctionType) and not make.__closure__
     name = (
         make if is_plain else object(),
+        code,
         type(structure),
         tuple(getattr(structure, field.name) for field in fields),
         tuple(_fingerprint(value) for value in task),

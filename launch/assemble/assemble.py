@@ -188,10 +188,16 @@ def _program(
     config, entry, how = settings.config, settings.entry, task.execution
     scoring = _scoring(settings, data, how)
 
+    program_lib.made(entry.make, hparams, task)  # refuses what is no algorithm
+    about = {"task": task, "data": data, "planner_of": planned.planner}
+    hashed = functools.partial(computed.of_algorithm, entry.make, **about)
+    of_others = computed.of_others(settings, hparams, hashed)
+    code = computed.sha256(of_others)
+
     def build(task: types.Task) -> program_lib.Program:
         # Programs may be built again when jax has the precision of another run.
         with jax.default_matmul_precision(schema.PRECISIONS[config.precision]):
-            return program_lib.build(entry.make, hparams, task, scoring)
+            return program_lib.build(entry.make, hparams, task, scoring, code)
 
     def parts_with(
         how: types.Execution,
@@ -203,9 +209,6 @@ def _program(
         return build(task._replace(num_residents=num_rows, execution=how))
 
     program = build(task)
-    about = {"task": task, "data": data, "planner_of": planned.planner}
-    hashed = functools.partial(computed.of_algorithm, entry.make, **about)
-    of_others = computed.of_others(settings, hparams, hashed)
     fit.check_swept(config.sweep, hparams, points, hashed, of_others.get("algo"))
     if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -130,8 +131,6 @@ def a_method(scale):
 
 
 def an_optimizer(scale):
-    import optax
-
     return {"client_optimizer": lambda rate: optax.sgd(scale * rate)}
 
 
@@ -158,14 +157,51 @@ def test_an_edit_is_another_run(edit, tmp_path):
     assert again.run(progress=False)["rounds"] == 2
 
 
-def test_an_edited_global_is_trained_and_not_a_cached_program():
-    """An equal module that computes something else is compiled again."""
-    digests = {}
+class OfGlobal:
+    """An algorithm, an optimizer and a metric that refer to a global constant."""
+
+    HParams = averaging.Averaging
+
+    def make(hparams, task):
+        supervised = local_training.cross_entropy_loss(task.model)
+
+        def loss_fn(*given):
+            loss, stats = supervised(*given)
+            return helper(loss), stats
+
+        def client_update(client, server):
+            return local_training.train(hparams, loss_fn, server, client)
+
+        return averaging.make(hparams, task, client_update)
+
+    def optimizer(rate):
+        return optax.sgd(helper(rate))
+
+    def margin(logits, labels, mask):
+        return helper(jnp.where(mask, logits.max(-1), 0).sum()), mask.sum()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model": UsesHelper()},
+        {"algo": OfGlobal},
+        {"client_optimizer": OfGlobal.optimizer},
+        {"server_optimizer": OfGlobal.optimizer, "server_lr": 0.5},
+        {"eval_metrics": {"margin": OfGlobal.margin}},
+    ],
+    ids=["model", "algo", "client_optimizer", "server_optimizer", "eval_metrics"],
+)
+def test_an_edited_global_is_trained_and_not_a_cached_program(given):
+    """An equal object that computes something else is compiled again."""
+    found = {}
     for scale in (1.0, 7.0, 1.0):
-        simulation = build.experiment(**BASE | a_global(scale)).simulation
-        simulation.advance_to(2)
-        digests.setdefault(scale, []).append(simulation.digest())
-    assert digests[1.0][0] == digests[1.0][1] != digests[7.0][0]
+        a_global(scale)
+        experiment = build.experiment(**BASE | given)
+        experiment.run(progress=False)
+        last = experiment.metrics[-1] | {"seconds": 0}
+        found.setdefault(scale, []).append((experiment.simulation.digest(), last))
+    assert found[1.0][0] == found[1.0][1] != found[7.0][0]
 
 
 def test_a_comment_is_not_an_edit():
