@@ -73,7 +73,8 @@ def from_arrays(
             "x.astype(np.float32) if they are numbers"
         )
     elif x.dtype == np.uint8:
-        image = np.ascontiguousarray(x)
+        # On a CPU jax may use the memory of an array, and a user may write to it.
+        image = np.array(x, order="C")
     else:
         image = as_float32(x, "x")
     if known.names:

@@ -95,6 +95,11 @@ def make(
         >>> experiment.run(progress=False)["metrics"]["global_accuracy"]["mean"]
         1.0
     """
+    if not isinstance(hparams, Averaging):
+        raise ValueError(
+            f"averaging.make got options {type(hparams).__name__}, which lack those of "
+            "the server's mean; let HParams extend averaging.Averaging"
+        )
     if upload is not None and (step is None or sent is not None):
         raise ValueError("averaging.make(upload=) needs step= and excludes sent=")
     if upload_bytes != 0 and (upload is None or not _is_size(upload_bytes)):

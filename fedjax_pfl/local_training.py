@@ -242,18 +242,37 @@ def _loss(
 ) -> tuple[jax.Array, types.Stats]:
     """The loss and statistics; a ValueError if a loss of one's own returns others."""
     out = loss_fn(params, stats, batch)
-    is_pair = isinstance(out, tuple) and len(out) == 2
-    if not is_pair or jnp.shape(out[0]) != ():
-        kind = (
-            type(out).__name__ if not isinstance(out, jax.Array) else "an array alone"
-        )
-        if is_pair:
-            kind = f"one of shape {list(jnp.shape(out[0]))}"
+    kind = ""
+    if not isinstance(out, tuple) or len(out) != 2:
+        kind = "an array alone" if isinstance(out, jax.Array) else type(out).__name__
+    elif jnp.shape(out[0]) != ():
+        kind = f"one of shape {list(jnp.shape(out[0]))}"
+    elif not jnp.issubdtype(jnp.result_type(out[0]), jnp.floating):
+        kind = f"one of {jnp.result_type(out[0])}"
+    elif not _is_like(out[1], stats):
+        kind = f"{type(out[1]).__name__} of another form in the place of statistics"
+    if kind:
         raise ValueError(
             f"a loss returned {kind}; expected (loss f32[], stats), a mean over the "
             "rows in batch.mask and the model's statistics"
         )
     return out
+
+
+def _is_like(tree: Any, other: Any) -> bool:
+    """Whether two trees have the same structure and shapes."""
+    forms = [jax.tree.map(jnp.shape, one) for one in (tree, other)]
+    return forms[0] == forms[1]
+
+
+def _checked(tree: Any, params: types.Params, name: str) -> types.Params:
+    """What a function of an objective returned; a ValueError if it is no parameters."""
+    if not _is_like(tree, params):
+        raise ValueError(
+            f"Objective({name}=) returned {type(tree).__name__} of another form than "
+            "the parameters; expected a tree like these"
+        )
+    return tree
 
 
 def _masks(
@@ -350,13 +369,15 @@ def train(
             measured.append(jax.tree.map(jnp.add, carry.measured[number], more))
             if objective.adjust is not None:
                 grads = objective.adjust(params, grads)
+                grads = _checked(grads, params, "adjust")
             trainable, held = _masks(objective, batch, real, num_stages)
             grads = optimizer.clip(grads, hparams.clip_norm, trainable)
             params, opt_state = optimizer.apply_gradients(
                 tx, grads, opt_state, params, trainable
             )
             if objective.project is not None:
-                params = boundary.select(real, objective.project(params), params)
+                projected = _checked(objective.project(params), params, "project")
+                params = boundary.select(real, projected, params)
             stats = boundary.select(held, new_stats, stats)
         examples = mask.sum(dtype=jnp.int32)
         total, count = carry.loss

@@ -195,10 +195,13 @@ def custom(given: Any, option: str = "client_optimizer") -> Custom:
                 f"optax.GradientTransformation, but it fails ({options.reason(error)})"
             ) from error
     if not isinstance(made, optax.GradientTransformation):
-        kind = type(given if made is None else made).__name__
+        odd = given if made is None else made
+        cure = ""
+        if hasattr(odd, "gradient_transformation"):  # optax.MultiSteps
+            cure = "; give what its gradient_transformation() returns"
         raise ValueError(
-            f"{option}: expected a name, an optax.GradientTransformation or a "
-            f"function of the learning rate that makes one, got a {kind}"
+            f"{option}: expected a name, an optax.GradientTransformation or a function "
+            f"of the learning rate that makes one, got a {type(odd).__name__}{cure}"
         )
     name = getattr(given, "__name__", type(given).__name__)
     name = re.sub(r"\W+", "", name) or "lambda"

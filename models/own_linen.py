@@ -18,7 +18,9 @@ class Stage(own_stage.Stage):
     """Adapts a linen module.
 
     Collections other than `params`, such as `batch_stats`, are its statistics. A linen
-    `BatchNorm` that gets no mask takes its statistics over the real samples.
+    `BatchNorm` that gets no mask takes its statistics over the real samples. A slash in
+    a name, as `nn.SpectralNorm` makes, becomes `|`, see `own_pair`. In train mode
+    `make_rng` has a key under any name.
     """
 
     module: nn.Module
@@ -29,13 +31,17 @@ class Stage(own_stage.Stage):
         mask = own_stage.real_samples(x, None)
         modes = own_stage.modes(_modes_of(self.module), mask, False)
         out, variables = self.module.init_with_output(keys, x, **modes)
-        stats = dict(variables)
+        stats = own_stage.renamed(variables, "/", "|")
         params = stats.pop("params", {})
         return out, {"params": params} | ({"stats": stats} if stats else {})
 
     def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
         """Returns the output and the statistics, which eval mode does not change."""
-        stats, mask = variables.get("stats", {}), own_stage.real_samples(x, sample_mask)
+        mask = own_stage.real_samples(x, sample_mask)
+        stats = own_stage.renamed(variables.get("stats", {}), "|", "/")
+        params = own_stage.renamed(variables["params"], "|", "/")
+        if rngs:  # flax takes the key `params` for names that it was not given
+            rngs = rngs | {"params": jax.random.fold_in(rngs["dropout"], 1)}
 
         def masked(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
             module = context.module
@@ -45,13 +51,14 @@ class Stage(own_stage.Stage):
 
         with nn.intercept_methods(masked):
             out, new = self.module.apply(
-                {"params": variables["params"], **stats},
+                {"params": params, **stats},
                 x,
                 **own_stage.modes(_modes_of(self.module), mask, train),
                 rngs=rngs,
                 mutable=list(stats) if train else [],
             )
-        return out, ({"stats": {**stats, **new}} if stats else {})
+        stats = own_stage.renamed({**stats, **new}, "/", "|")
+        return out, ({"stats": stats} if stats else {})
 
 
 def _modes_of(module: nn.Module) -> set[str]:

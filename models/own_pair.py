@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from models import own_stage
 
 # Names of an argument of `apply` that gets the step's key, or None in eval mode
 KEYS = ("rng", "key")
+ARRAYS = (jax.Array, np.ndarray, np.generic, int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +32,10 @@ class Stage(own_stage.Stage):
     def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
         """The parameters that `init` gives, or a ValueError if they are not a dict."""
         params = self.init(*((key, x) if _takes_examples(self.init) else (key,)))
-        if not isinstance(params, Mapping):
-            kind = type(params).__name__
+        if kind := _odd(params):
             raise ValueError(f"init gives a {kind}, expected a nested dict of arrays")
-        return {"params": _renamed(params, "/", "|")}
+        params = jax.tree.map(jnp.asarray, params)
+        return {"params": own_stage.renamed(params, "/", "|")}
 
     def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
         """Returns the output, and no statistics."""
@@ -41,17 +44,18 @@ class Stage(own_stage.Stage):
         more = dict.fromkeys(KEYS, rngs.get("dropout") if train else None)
         names = own_stage.takes(self.function)
         modes = own_stage.modes(names, sample_mask, train, **more)
-        params = _renamed(variables["params"], "|", "/")
+        params = own_stage.renamed(variables["params"], "|", "/")
         return self.function(params, x, **modes), {}
 
 
-def _renamed(tree: Any, old: str, new: str) -> Any:
-    """The same nested dict with `new` for `old` in its names."""
+def _odd(tree: Any, arrays: tuple[type, ...] = ()) -> str:
+    """The type of what is neither a dict nor one of `arrays`, "" if there is none.
+
+    A list, for instance, would not be one in a model's file.
+    """
     if isinstance(tree, Mapping):
-        return {
-            str(n).replace(old, new): _renamed(v, old, new) for n, v in tree.items()
-        }
-    return tree
+        return next(filter(None, (_odd(one, ARRAYS) for one in tree.values())), "")
+    return "" if isinstance(tree, arrays) else type(tree).__name__
 
 
 def _takes_examples(init: Callable[..., Any]) -> bool:

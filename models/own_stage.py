@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,13 @@ def modes(
         "use_running_average": not train,
     } | more
     return {name: value for name, value in values.items() if name in names}
+
+
+def renamed(tree: Any, old: str, new: str) -> Any:
+    """The same nested dict with `new` for `old` in its names."""
+    if isinstance(tree, Mapping):
+        return {str(n).replace(old, new): renamed(v, old, new) for n, v in tree.items()}
+    return tree
 
 
 def real_samples(x: jax.Array, sample_mask: jax.Array | None) -> jax.Array:

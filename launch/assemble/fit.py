@@ -158,6 +158,13 @@ def _check_logits(
             f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be "
             "trained; keep a constant as a plain array"
         )
+    kinds = {str(leaf.dtype): leaf.dtype for leaf in jax.tree.leaves(variables)}
+    if odd := sorted(name for name, kind in kinds.items() if kind.itemsize < 4):
+        raise ValueError(
+            f"{flag}: {model.name} has parameters or statistics of {odd[0]}, in which "
+            "a mean over clients loses its digits; keep them in float32 (param_dtype), "
+            "and compute in lower precision by dtype or --precision=bf16"
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.stats):
         if "float" not in str(leaf.dtype):
             where = own_checks.name_at(path)

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import averaging, each_client, execution, program, shapes, types
+from fedjax_pfl import (
+    averaging,
+    each_client,
+    execution,
+    local_training,
+    program,
+    shapes,
+    types,
+)
 from tests.fedjax_pfl import small
 
 SIZES = [4, 1, 3, 2]
@@ -177,6 +185,12 @@ def test_uploads_that_nobody_understands():
         with pytest.raises(ValueError, match="whole number above 0"):
             more = {} if size == 4 else {"upload": max, "step": max}
             averaging.make(*given, upload_bytes=size, **more)
+
+
+def test_options_without_a_server_s_mean():
+    """Those of written-out rounds alone."""
+    with pytest.raises(ValueError, match="options LocalTraining, which lack"):
+        averaging.make(local_training.LocalTraining(), task(1), without_rows)
 
 
 def test_uploads_of_another_size(tables):

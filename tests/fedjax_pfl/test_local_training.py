@@ -555,6 +555,15 @@ def test_cross_entropy_runs_the_model_in_train_mode(data):
         (lambda loss, stats: loss, "an array alone"),
         (lambda loss, stats: (loss[None], stats), r"one of shape \[1\]"),
         (lambda loss, stats: None, "NoneType"),
+        (lambda loss, stats: (jnp.int32(1), stats), "one of int32"),
+        (
+            lambda loss, stats: (loss, None),
+            "NoneType of another form in the place of statistics",
+        ),
+        (
+            lambda loss, stats: (loss, {"acc": loss}),
+            "dict of another form in the place of statistics",
+        ),
     ],
 )
 def test_what_is_no_loss(data, out, kind):
@@ -567,6 +576,20 @@ def test_what_is_no_loss(data, out, kind):
     start = types.Variables((jnp.zeros(3), jnp.zeros(())), ({}, {}))
     with pytest.raises(ValueError, match=f"a loss returned {kind}; expected .loss"):
         local_training.train(options(), loss_fn, start, client)
+
+
+@pytest.mark.parametrize("name", ["adjust", "project"])
+def test_what_is_no_parameters(data, name):
+    """One line says which function of an objective returned something else."""
+
+    def loss_fn(params, stats, batch):
+        return params[0].sum() + params[1], stats
+
+    odd = local_training.Objective(loss_fn, **{name: lambda *given: given[0][0]})
+    client = small.client(data, small.plan(SIZES, epochs=1, batch_size=2))
+    start = types.Variables((jnp.zeros(3), jnp.zeros(())), ({}, {}))
+    with pytest.raises(ValueError, match=f"Objective.{name}=. returned .* another fo"):
+        local_training.train(options(), (odd,), start, client)
 
 
 def test_without_test_rows_nothing_is_measured():

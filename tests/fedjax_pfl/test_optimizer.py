@@ -258,6 +258,10 @@ def test_states_of_a_part_of_the_parameters(given):
     [
         (5, "got a int"),
         (lambda rate: 3, "got a int"),
+        (
+            optax.MultiSteps(optax.sgd(0.1), 2),
+            r"got a MultiSteps; give what its gradient_transformation\(\) returns",
+        ),
         (lambda: optax.sgd(0.1), "expected a function of the learning rate"),
         (lambda rate: {}["no"], "but it fails .'no'"),
         (lambda rate: optax.adam(float(rate)), "a learning rate that is traced"),

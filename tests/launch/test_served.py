@@ -1,5 +1,8 @@
 """What is saved and served is what a method says, for its unusual models too."""
 
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas
 import pyarrow
@@ -7,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 from launch import build
+from models import own_linen
 
 GEN = np.random.default_rng(1)
 X = GEN.normal(size=(150, 6)).astype(np.float32)
@@ -85,14 +89,96 @@ def test_tables_of_any_kind_are_predicted():
 
 
 class Sliced(nn.Module):
-    """A module whose name divides a path."""
+    """A name that divides a path, and a layer of flax that makes such names."""
+
+    @nn.compact
+    def __call__(self, h, train):
+        layer = nn.SpectralNorm(nn.Dense(3, name="a/b"))
+        return layer(h, update_stats=train)
+
+
+def test_slashes_in_names_of_modules(tmp_path):
+    """The arrays come back from a file as the same tree."""
+    path, given = tmp_path / "model.npz", {"algo": "fedavg", "model": Sliced()}
+    run = made(**given, model_width=1)
+    run.run(progress=False)
+    run.save_model(path)
+    again = made(**given, model_width=1, init_from=str(path))
+    chex.assert_trees_all_equal(again.params(), run.params())
+    assert run.params()[0]["trunk"].keys() == {"a|b"}
+
+
+class Half(nn.Module):
+    """Keeps parameters or statistics in few bits."""
+
+    param: jnp.dtype = jnp.float32
+    stat: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, h):
-        return nn.Dense(3, name="a/b")(h)
+        self.variable("state", "count", jnp.zeros, (2,), self.stat)
+        return nn.Dense(3, param_dtype=self.param, dtype=jnp.float32)(h)
 
 
-def test_names_of_modules_have_no_slash():
-    """Their arrays would come back from a file as another tree."""
-    with pytest.raises(ValueError, match="own_Sliced has the name a/b, and a slash"):
-        made(algo="fedavg", model=Sliced(), model_width=1)
+@pytest.mark.parametrize("name", ["param", "stat"])
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
+def test_numbers_in_few_bits_are_not_averaged(name, kind):
+    """Sums over many clients would lose what each adds."""
+    line = f"has parameters or statistics of {jnp.dtype(kind)}, .*param_dtype"
+    with pytest.raises(ValueError, match=line):
+        made(algo="fedavg", model=Half(**{name: kind}), model_width=1)
+
+
+def test_pairs_with_lists_are_refused():
+    """In a file they would be one array; a number of Python is an array."""
+
+    def pair(extra):
+        def init(key, x):
+            return {"w": np.zeros((6, 3)), "more": extra}
+
+        return init, lambda params, x: x @ params["w"]
+
+    with pytest.raises(ValueError, match="init gives a list, expected a nested dict"):
+        made(algo="fedavg", model=pair([np.zeros(3)]), model_width=1)
+    run = made(algo="fedavg", model=pair(0.5), model_width=1)
+    assert run.params()[0]["trunk"]["more"].shape == ()
+
+
+class Noise(nn.Module):
+    """Draws from two streams in train mode."""
+
+    @nn.compact
+    def __call__(self, h, train):
+        if train:
+            drawn = [
+                jax.random.normal(self.make_rng(name), (3,))
+                for name in ("dropout", "noise")
+            ]
+            return jnp.stack(drawn)
+        return nn.Dense(3)(h)
+
+
+def test_a_stream_of_any_name():
+    """It differs from that of dropout, and from step to step."""
+    stage, x = own_linen.Stage(Noise()), jnp.ones((2, 6))
+    _, variables = stage.init_with_output(jax.random.key(0), x)
+    found = []
+    for seed in (1, 2, 1):
+        how = {"sample_mask": jnp.ones(2, bool), "train": True}
+        out, _ = stage.apply(
+            variables, x, **how, rngs={"dropout": jax.random.key(seed)}
+        )
+        found += list(out)
+    np.testing.assert_array_equal(found[:2], found[4:])
+    assert len({tuple(one.tolist()) for one in found}) == 4
+
+
+def test_images_of_bytes_are_copied():
+    """jax would use the memory of an array that begins at a multiple of 64 bytes."""
+    room = np.zeros(150 * 64 + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    images = room[begin : begin + 150 * 64].reshape(150, 8, 8)
+    images[:] = 3
+    run = made(algo="fedavg", dataset=(images, Y), model_width=1)
+    images[:] = 0
+    assert (np.asarray(run.data.image) == 3).all()
