@@ -26,16 +26,15 @@ Personalized Federated Learning", AAAI 2023, https://arxiv.org/abs/2212.01197
 | F_i, n_i / n | the loss on a client's examples, `--aggregation=examples` |
 
 Differs from the paper: the share of the examples are the first batches of the client's
-first epoch in this round, rounded up to whole batches; the released code takes a
-window of the data at random and drops a short batch. The first time, the weights are
-trained until the standard deviation of the last ten epochs' losses is below
-`--adaptive_threshold`, for at most 100 epochs. An epoch's loss is the mean over its
-batches, in the code that of the last one, with a threshold of .1 in PFLlib
-(`--preset=pfllib`) and of .01 in the paper, as its authors say. A client is
-served the server's present model, mixed with its own by the weights as it last learned
-them; the released code, which measures before training, learns them once more for that.
-A client that never took part has the initial upper layers and weights of 1, and is
-served the server's model.
+first epoch in this round, rounded up to whole batches; the released code takes a window
+of the data at random. The first time, the weights are trained until the standard
+deviation of the last ten epochs' losses is below `--adaptive_threshold`, for at most
+100 epochs. An epoch's loss is the mean over its batches, in the code that of the last
+one, with a threshold of .1 in PFLlib (`--preset=pfllib`) and of .01 in the paper, as
+its authors say. A client is served the server's present model, mixed with its own by
+the weights as it last learned them; the released code, which measures before training,
+learns them once more for that. A client that never took part has the initial upper
+layers and weights of 1, and is served the server's model.
 """
 
 import dataclasses

@@ -10,17 +10,18 @@ Batch Normalization", ICLR 2021, https://arxiv.org/abs/2102.07623 (Algorithm 1).
 A batch norm is a module that has running statistics. They stay with the client, and so
 do the parameters of that very module: scale and bias.
 
-    w_l^(t+1) = sum_(k in S_t) n_k / n w_(l,k)^(t+1)  (layer l is no batch norm)
+    w_l^(t+1) = 1 / K sum_k w_(l,k)^(t+1)  (layer l is no batch norm)
 
 | paper | here |
 |---|---|
-| w_l | the server's model, `--aggregation` of n_k / n |
+| w_l, 1 / K | the server's model, `--aggregation=uniform` |
 | w_(l,k) of batch norms | rows of `state.clients` |
 
-Differs from the paper: the mean is weighted by examples by default, as in the released
-code. A client is served the server's present model with its own batch norms; one that
-never took part has the initial ones. A model without batch norm is refused, where
-PFLlib runs FedAvg under this name.
+Differs from the paper: the mean is weighted by examples by default, as in the other
+methods here and in PFLlib, where the paper and its released code have 1 / K. A client
+is served the server's present model with its own batch norms; one that never took part
+has the initial ones. A model without batch norm is refused, where PFLlib runs FedAvg
+under this name.
 """
 
 from typing import Any

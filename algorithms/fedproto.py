@@ -27,17 +27,17 @@ released code yuetan031/FedProto.
 Clients may differ in architecture: `--client_model=m1,m2,...` gives client k the k-th
 name, cyclically. Their representations have one width.
 
-Differs from the paper: L_R there is sum_j ||C_i^j - C^j||, in each minibatch over
-its classes (`--prototype_loss=means`). By default it is the mean square of differences
+Differs from the paper: L_R there is sum_j ||C_i^j - C^j||, in each minibatch over its
+classes (`--prototype_loss=means`). By default it is the mean square of differences
 between examples and their prototypes, as in the released code and PFLlib, because the
 published results are made with it. In both, a class without a prototype adds nothing.
 Eq. 6 has the mean weighted by |D_ij| and divided once more by the number of clients,
 which would shrink prototypes; that division is left out. `--aggregation=uniform` is the
-mean of both codes. They gather C_i in passing, while the model trains; here it is that
-of the trained model in eval mode, as Eq. 3 has it. A class that no client of a round
-has keeps its prototype, which PFLlib forgets. Before there is any, the first class
-answers. Right after training there are no new prototypes yet: `--eval_moments` other
-than `before` is refused.
+mean of both codes, and of `--preset=pfllib`. They gather C_i in passing, while the
+model trains; here it is that of the trained model in eval mode, as Eq. 3 has it. A
+class that no client of a round has keeps its prototype, which PFLlib forgets. Before
+there is any, the first class answers. Right after training there are no new prototypes
+yet: `--eval_moments` other than `before` is refused.
 """
 
 import dataclasses

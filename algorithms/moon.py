@@ -23,8 +23,9 @@ Differs from the paper: there the representation is the output of a two-layer pr
 head, which it adds to the model; here, as in PFLlib, the model stays that of the other
 methods, and the representation is what its last stage takes. In a client's first round
 w_i^{t-1} is the initial model, as in PFLlib; in round 0 l_con is then log 2 without a
-gradient. z_glob and z_prev have no dropout. tau is the paper's, where PFLlib has 1. Of
-a text each position has a representation, and l_con is a mean as the other loss is.
+gradient. z_glob and z_prev have no dropout. tau is the paper's, where PFLlib has 1
+(`--preset=pfllib`). Of a text each position has a representation, and l_con is a mean
+as the other loss is.
 """
 
 import dataclasses

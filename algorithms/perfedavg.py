@@ -31,10 +31,11 @@ Differs from the paper: FO is the default, as in PFLlib, since a step costs two
 gradients, and four in HF. The exact Hessian is left out. The mean is weighted by
 examples by default. An epoch's last batch is divided too; where it has one example, g
 is 0 and the loss that is reported is that of D_1, and where HF's has two, H_g is 0.
-PFLlib has alpha = beta; here alpha is that of the paper's experiments. It adapts
-on one batch, drawn for each measurement, and the paper takes a stochastic step too;
-here it is all rows, so that no batch is drawn. That step has no momentum, and its rate
-does not decay.
+PFLlib has alpha = beta; here alpha is that of the paper's experiments. Its server calls
+each client's training twice a round, for twice the epochs (`--preset=pfllib`). It
+adapts on one batch, drawn for each measurement, and the paper takes a stochastic step
+too; here it is all rows, so that no batch is drawn. That step has no momentum, and its
+rate does not decay.
 """
 
 import dataclasses

@@ -30,10 +30,11 @@ PFLlib there are always K steps, of rate `--personal_lr`, and theta_i is w^t at 
 beginning of a round and goes on from minibatch to minibatch. Only the clients of a
 round train, as in PFLlib, where the released code trains all. PFLlib adds .001 theta to
 the gradient of theta, which is left out, as it is not in the paper. PFLlib means to
-measure theta_i but has overwritten it with w_i by then, which `--eval_model=local`
-does; the default is the paper's. Running statistics are theta_i's. The loss of a round
-is F_i's, with f_i before the last step. Steps of theta_i have no momentum, decay of
-weights or clipping, and `--client_lr_decay` is of eta alone.
+measure theta_i and has overwritten it by then: with w_i where it measures after
+training, as it did at first, which `--eval_model=local` does, and with w^t where it
+measures before, as it does now. The default is the paper's. Running statistics are
+theta_i's. The loss of a round is F_i's, with f_i before the last step. Steps of theta_i
+have no momentum, decay of weights or clipping, and `--client_lr_decay` is of eta alone.
 """
 
 import dataclasses
