@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import distances, losses, proxy, shapes, stacked, traffic
+from fedjax_pfl import distances, losses, options, proxy, shapes, stacked, traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,11 @@ class HParams(proxy.ServerTraining, fp.LocalTraining):
         "kl", "distance of the server's fit [d]", choices=distances.DISTANCES
     )
     client_distance: str = fp.option(
-        "norm", "distance of the clients' distillation [d]", choices=distances.DISTANCES
+        "norm",
+        "distance of the clients' distillation [d]",
+        choices=distances.DISTANCES,
+        needs={"client_distill_weight": options.ON},
+        is_noted=True,
     )
     client_distill_weight: float = fp.option(
         0.06, "weight of the clients' distillation [alpha]", minimum=0
@@ -70,7 +74,12 @@ class HParams(proxy.ServerTraining, fp.LocalTraining):
     )
     temperature: float = fp.option(3.0, "temperature of kl [tau]", above=0)
     warm_rounds: int = fp.option(
-        1, "first rounds in which clients do not distil", minimum=0
+        1,
+        "first rounds in which clients do not distil",
+        minimum=0,
+        needs={"client_distill_weight": options.ON},
+        is_noted=True,
+        is_in_rounds=True,
     )
     ensemble: str = fp.option(
         "mean_selected",

@@ -79,6 +79,8 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         "gradient",
         "entries that are regrown: those of the largest gradients, or random ones",
         choices=("gradient", "random"),
+        needs={"prune_rate": options.ON},
+        is_noted=True,
     )
 
 

@@ -51,7 +51,16 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import boundary, losses, optimizer, proxy, shapes, stacked, traffic
+from fedjax_pfl import (
+    boundary,
+    losses,
+    optimizer,
+    options,
+    proxy,
+    shapes,
+    stacked,
+    traffic,
+)
 
 UPLOADED = 1  # layers whose outputs are uploaded
 
@@ -71,7 +80,11 @@ class HParams(fp.LocalTraining):
     )
     temperature: float = fp.option(3.0, "temperature of distillation [T]", above=0)
     prior_temperature: float = fp.option(
-        3.0, "divides a client's label frequencies in its distance", above=0
+        3.0,
+        "divides a client's label frequencies in its distance",
+        above=0,
+        needs={"distill_weight": options.ON},
+        is_noted=True,
     )
 
 

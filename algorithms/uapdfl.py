@@ -97,12 +97,16 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         "what is pulled: the extractor's outputs on the batch (mean squares), or its "
         "output on the unit tensor (sum of squares)",
         choices=("batch", "unit"),
+        needs={"proximal_weight": options.ON, "layer_personalization": (True,)},
+        is_noted=True,
     )
     anchor: str = fp.option(
         "peers",
         "mean of the peers' auxiliary representations by examples, or the plain mean "
         "of these and the own one",
         choices=("peers", "with_own"),
+        needs={"proximal_weight": options.ON, "layer_personalization": (True,)},
+        is_noted=True,
     )
     unit_value: float = fp.option(1.0, "value of the unit tensor, in normalised space")
     client_dropout: bool = fp.option(

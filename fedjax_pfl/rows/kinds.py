@@ -22,6 +22,10 @@ RESIDENT_BYTES = 256 << 20
 HASHED_BYTES = 8 << 30
 
 
+class UnequalRowsError(ValueError):
+    """One line about clients that begin with rows of their own, which all must stay."""
+
+
 class Block(NamedTuple):
     """Clients that are evaluated together, for all variants of a call.
 
@@ -368,7 +372,7 @@ class Hosted(Rows):
     def begin(self, call: Call, state: types.RoundState) -> types.RoundState:
         """Like `Rows.begin`, where clients must begin with equal rows."""
         if not slots.are_equal(state.private):
-            raise ValueError(
+            raise UnequalRowsError(
                 "--client_state: with these options each client begins with a row of "
                 "its own, and all must be on the device; omit it"
             )

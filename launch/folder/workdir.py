@@ -17,6 +17,7 @@ import numpy as np
 
 from data import files, loaders
 from fedjax_pfl import checkpoint
+from fedjax_pfl.rows import kinds
 from launch.config import flagfile, limits, resolve
 from launch.folder import finished, lock, tracking
 from launch.machine import processes
@@ -163,6 +164,8 @@ class Workdir(loop.Listener):
             self._restored, self.records = None, list(host["records"])
             try:
                 self.run.load(round, arrays, host["experiment"], list(self.records))
+            except kinds.UnequalRowsError:
+                raise  # the options are wrong, and the checkpoint is not
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ValueError(
                     f"{self.checkpoints} cannot be loaded ({error}); choose another "

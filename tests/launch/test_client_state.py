@@ -198,6 +198,17 @@ def test_refused(options, line, vectors):
         experiment.start()  # again in a notebook
 
 
+def test_refused_when_resumed(vectors, tmp_path):
+    """The checkpoint is not said to be damaged, and the run goes on without it."""
+    given = {"algo": "uapdfl", "shared_init": False, "num_peers": 2, "rounds": 1}
+    given["workdir"] = str(tmp_path)
+    made(vectors, "device", **given).run(progress=False)
+    given |= {"rounds": 2, "resume": True}
+    with pytest.raises(ValueError, match="^--client_state: with these options"):
+        made(vectors, "host", **given).run(progress=False)
+    assert made(vectors, "device", **given).run(progress=False)["rounds"] == 2
+
+
 @pytest.mark.slow
 def test_all_rows_fit(vectors, monkeypatch):
     """Slots are then clients, so that an algorithm may read fixed rows."""

@@ -192,10 +192,13 @@ DECLARED = """
 adaptive_share notes adaptive_lr=on
 adaptive_threshold notes adaptive_lr=on
 adjacency needs topology=file !
+anchor notes layer_personalization=true
+anchor notes proximal_weight=on
 augment only images
 c_gen only images
 classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_code/cdkt_paper
 client_classes needs partition=classes !
+client_distance notes client_distill_weight=on
 difference needs hessian_free=true
 drop_every notes layer_dropping=true
 edge_probability needs topology=erdos_renyi
@@ -226,12 +229,16 @@ owners only owned texts
 partition_alpha notes partition=client_dirichlet/dirichlet/pfllib_dirichlet
 partition_draw notes partition=client_dirichlet/pathological
 personal_from excludes layer_dropping=on
+prior_temperature notes distill_weight=on
 prototype_loss notes prototype_weight=on
+proximal notes layer_personalization=true
+proximal notes proximal_weight=on
 proximal_weight needs layer_personalization=true
 proxy_fraction only images
 prune_rounds needs prune_rate=on
 public_set excludes proxy_fraction=on
 public_set only images
+regrow notes prune_rate=on
 rotate_classes excludes layout=ntc
 rotate_classes excludes partition=cdkt/cdkt_code/cdkt_paper
 rotate_classes only images
@@ -248,6 +255,7 @@ temperature notes self_distill_weight=on
 text_length only texts
 train_share only images
 unseen_clients excludes eval_sample=on
+warm_rounds notes client_distill_weight=on
 """  # noqa: E501
 
 
