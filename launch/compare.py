@@ -99,6 +99,13 @@ class Comparison(Mapping):
         rows = [{"algo": n, **row} for n, one in self.items() for row in one.metrics]
         return frames.of(rows)
 
+    def client_metrics(self) -> pandas.DataFrame:
+        """Clients' own accuracies, see `Experiment.client_metrics`; `algo` is first."""
+        import pandas
+
+        parts = {name: one.client_metrics() for name, one in self.items()}
+        return pandas.concat(parts, names=["algo"]).reset_index("algo")
+
     def summary(
         self, control: str = "", until: float | None = None
     ) -> pandas.DataFrame:

@@ -78,7 +78,7 @@ def _reported() -> Iterator[None]:
     except processes.Lost as error:
         flags.fail(error, 1)
     except KeyboardInterrupt:
-        flags.fail("interrupted; everything saved is kept, --resume continues", 130)
+        flags.fail("interrupted; what was saved is kept", 130)
     except BrokenPipeError:
         _drop_output()
         raise SystemExit(141) from None

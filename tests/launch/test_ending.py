@@ -21,7 +21,7 @@ EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory alloca
     [
         (flagfile.UsageError("--x=1: expected 2"), 2, "error: --x=1: expected 2\n"),
         (OSError(28, "No space left"), 1, "error: [Errno 28] No space left\n"),
-        (KeyboardInterrupt(), 130, "error: interrupted; everything saved is kept"),
+        (KeyboardInterrupt(), 130, "error: interrupted; what was saved is kept"),
         (MemoryError(), 1, "error: out of memory; lower --batch_size"),
         (EXHAUSTED, 1, "error: out of memory; lower --batch_size"),
         (BrokenPipeError(), 141, ""),

@@ -680,6 +680,9 @@ def test_comparison(arrays, capsys):
         assert summary.loc[name, "client_accuracy"] == entry["mean"]
         assert summary.loc[name, "client_accuracy std"] == entry["std"]
         assert summary.loc[name, "summary"] == compared[name].config.summary
+        mine = compared[name].client_metrics()
+        of_all = compared.client_metrics().query("algo == @name").drop(columns="algo")
+        assert len(mine) and of_all.reset_index(drop=True).equals(mine)
     assert "fedper (2 of 2):" in capsys.readouterr().out
     shown = compared.table(["client_accuracy", "hurt"], control="fedavg")
     found = shown.to_frame()["Client (UA), %", "mean"]
