@@ -189,15 +189,14 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def sparse_mean(params, changed, cohort, weight, known):
         """The mean of each entry over the client and the peers that sent it."""
-        given = params, changed, cohort, weight.at[:, 0].set(0)
-        total, sent = aggregate.sum_held(*given, known=known)
+        of_peers, of_own = weight.at[:, 0].set(0), exchange.on_all(weight[:, 0])
+        total, sent = aggregate.sum_held(params, changed, cohort, of_peers, known=known)
+        own = exchange.take(params, cohort.row, sent)
 
         def mean(total: jax.Array, sent: jax.Array, own: jax.Array) -> jax.Array:
             column = stacked.column(of_own, own)
             return (total + column * own) / (sent + column)
 
-        of_own = exchange.on_all(weight[:, 0])
-        own = exchange.take(params, cohort.row, sent)
         return jax.tree.map(mean, total, sent, own)
 
     def client_update(client: fp.Client, start: fp.Variables):

@@ -49,8 +49,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def client_update(client: fp.Client, server: fp.Variables):
         """UPDATE_GLOBAL from w^t, then v_k along F_k + lambda / 2 ||v - w^t||^2."""
         trained = fp.train(hparams, loss_fn, server, client)
-        given = towards(server), client.own, client.fresh()
-        personal = fp.train(hparams, *given, tag="engine.personal")
+        personal = fp.train(
+            hparams, towards(server), client.own, client.fresh(), tag="engine.personal"
+        )
         return trained.replace(tested=personal.tested), personal.variables
 
     def adapt(client: fp.Client, start: fp.Variables, server: fp.Variables):

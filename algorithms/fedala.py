@@ -97,9 +97,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
         return fp.Variables((*server.params[:cut], *upper), server.stats)
 
-    def some_of(owned: jax.Array) -> jax.Array:
-        """Steps on s % of so many examples."""
-        steps = hparams.adaptive_share * one_epoch.steps(owned)
+    def shortened(num_examples: jax.Array) -> jax.Array:
+        """The steps of an epoch on the share s of so many examples, rounded up."""
+        steps = hparams.adaptive_share * one_epoch.steps(num_examples)
         return jnp.ceil(steps - 1e-4).astype(int)
 
     def learned(client: fp.Client, server: fp.Variables) -> dict:
@@ -107,8 +107,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         row, count = client.own, client.data.partition.train.count
         gap = jax.tree.map(lambda a, b: (a != b).any(), row["own"], server.params[cut:])
         differs = jnp.stack(jax.tree.leaves(gap)).any()
-        some = client.fresh().at_most(some_of(count.max()))
-        steps = jnp.minimum(some.plan.num_steps, some_of(count[client.id]))
+        some = client.fresh().at_most(shortened(count.max()))
+        steps = jnp.minimum(some.plan.num_steps, shortened(count[client.id]))
         some = some.replace(plan=some.plan.replace(num_steps=steps), is_tested=False)
 
         def mixture_loss(weight, stats, batch):
@@ -130,10 +130,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return number + 1, seen, trained.params
 
         def goes_on(carry: tuple) -> jax.Array:
+            """One epoch, or the first time until the losses no longer move."""
             number, seen, _ = carry
             moves = (number <= SEEN) | (seen.std() >= hparams.adaptive_threshold)
-            is_first = ~row["has_learned"] & moves & (number < MOST_EPOCHS)
-            return differs & ((number == 0) | is_first)
+            more = ~row["has_learned"] & moves & (number < MOST_EPOCHS)
+            return differs & ((number == 0) | more)
 
         first = jnp.int32(0), jnp.zeros(SEEN), row["weight"]
         _, _, weight = jax.lax.while_loop(goes_on, epoch, first)

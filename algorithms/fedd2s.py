@@ -164,9 +164,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         here = fp.Round(task, state, cohort, data)
-        own = here.rows
-        participations = own.pop("participations") + 1
-        own["kept"] = kept = schedule.kept(participations)
+        participations = here.rows["participations"] + 1
+        kept = schedule.kept(participations)
+        own = {"own": here.rows["own"], "kept": kept}
         used = jnp.broadcast_to(deep, kept.shape)
         share, is_held = aggregate.stage_weights(here.weights("uniform"), used)
         given = {"own": own, "shared": state.server, "plan": "server", "reduce": share}

@@ -153,9 +153,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             hard, gap = distilling(z, sent["logits"], weight, batch)
             return gap + hparams.distill_weight * hard, stats
 
-        objectives = (fp.Objective(loss_fn, deep),)
-        given = {"opt_state": opt_state, "tag": "engine.server"}
-        trained = fp.train(hparams, objectives, server, client.as_uploaded(), **given)
+        objective, there = fp.Objective(loss_fn, deep), client.as_uploaded()
+        how = {"opt_state": opt_state, "tag": "engine.server"}
+        trained = fp.train(hparams, (objective,), server, there, **how)
         return trained.variables, trained.opt_state
 
     def distil_update(client: fp.Client, server: fp.Variables):
@@ -202,8 +202,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             "label frequencies": ~own["has_joined"],
             "server logits": count,
         }
-        own |= {"own": trained.variables, "has_joined": jnp.ones_like(cohort.row_mask)}
-        state = here.after(own, server=state.server | {"model": server})
+        has_joined = jnp.ones_like(cohort.row_mask)
+        new = own | {"own": trained.variables, "has_joined": has_joined}
+        state = here.after(new, server=state.server | {"model": server})
         return state, trained.metrics(cohort), sent
 
     kind, logit_bytes = fp.MessageKind, task.num_classes * traffic.FLOAT_BYTES

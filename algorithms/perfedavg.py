@@ -106,8 +106,10 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             _, slope = gradient(*server, batch)
             return count, jax.tree.map(lambda g: count * g, slope)
 
-        given = data, client_id, size, rng.stream(key, "perfedavg.adapt", client_id)
-        count, slope = local_training.sum_over_rows(weighted, *given)
+        own = rng.stream(key, "perfedavg.adapt", client_id)
+        count, slope = local_training.sum_over_rows(
+            weighted, data, client_id, size, own
+        )
         rate = alpha / jnp.maximum(count, 1)
         return server._replace(params=moved(server.params, -rate, slope))
 

@@ -181,8 +181,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         """A_i f32[C, D], to which the extractor is pulled. Without peers, its own."""
         with_own = hparams.anchor == "with_own"
         weight = jnp.ones_like(size) if with_own else size.at[:, 0].set(0)
-        given = known["features"], cohort, weight
-        return aggregate.mix_peers(*given, known=replaced)
+        features = known["features"]
+        return aggregate.mix_peers(features, cohort, weight, known=replaced)
 
     def metrics(answer, gap, drop, cohort):
         """Clients that dropped, and divergences over peer pairs and tracked pairs."""
