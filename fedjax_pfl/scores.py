@@ -8,7 +8,7 @@ float32. The host divides in float64.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -148,20 +148,7 @@ class Classes:
         row for it, or where its value is not finite. The accuracies of clients are nan
         without own test rows.
         """
-        out: dict[str, float] = {}
-        for name, right in (counts.get("server", {}) if union else {}).items():
-            right = right.astype(np.float64) / union
-            out[f"{name}_accuracy"] = float(right[-1])
-            out[f"{name}_loss"] = float(counts["server_loss"][name]) / union
-            prefix = "" if name == "global" else f"{name}_"
-            if len(right) == 1:
-                continue
-            *exits, ensemble, _ = right.tolist()
-            for number, value in enumerate(exits, start=1):
-                out[f"{prefix}exit{number}_accuracy"] = value
-            out[f"{prefix}ensemble_accuracy"] = ensemble
-            if len(exits) > 1:
-                out[f"{prefix}exits_disagree"] = float(counts["differ"][name] / union)
+        out = _of_models(counts, union) if union else {}
         if "train" in counts:
             right, count = counts["train"]
             out["train_accuracy"] = float(right / count)
@@ -193,9 +180,26 @@ class Classes:
             if "measured" in counts:
                 found["server"] = counts["measured"]
             out |= measures_lib.metrics(self.measures, found, tested)
-        # A run that diverged has accuracies, but no losses.
-        out = {name: value for name, value in out.items() if np.isfinite(value)}
-        return out, accuracy if tested.any() else None
+        return _finite(out), accuracy if tested.any() else None
+
+
+def _of_models(counts: dict[str, Any], union: int) -> dict[str, float]:
+    """Accuracies and losses of the server's models and their exits on U rows."""
+    out: dict[str, float] = {}
+    for name, right in counts.get("server", {}).items():
+        right = right.astype(np.float64) / union
+        out[f"{name}_accuracy"] = float(right[-1])
+        out[f"{name}_loss"] = float(counts["server_loss"][name]) / union
+        prefix = "" if name == "global" else f"{name}_"
+        if len(right) == 1:
+            continue
+        *exits, ensemble, _ = right.tolist()
+        for number, value in enumerate(exits, start=1):
+            out[f"{prefix}exit{number}_accuracy"] = value
+        out[f"{prefix}ensemble_accuracy"] = ensemble
+        if len(exits) > 1:
+            out[f"{prefix}exits_disagree"] = float(counts["differ"][name] / union)
+    return out
 
 
 def _of_scored(
@@ -274,22 +278,12 @@ class Words:
         With the positions `chosen` these are the masked ones. They are nan without own
         test rows, or without a position to guess.
         """
-        out: dict[str, float] = {}
         # The first of the sums that belong to a kind
         kinds = {"perplexity": 0, "masked_perplexity": 2}
         if self.positions == "chosen":
             del kinds["perplexity"]
         kind, first = next(iter(kinds.items()))
-        for name, rows in counts.get("server", {}).items():
-            *exits, served = rows.astype(np.float64).sum(1)
-            prefix = "" if name == "global" else f"{name}_"
-            if "perplexity" in kinds:
-                out[f"{name}_perplexity"] = _perplexity(served)
-            out[f"{prefix}masked_perplexity"] = _perplexity(served[2:])
-            for number, sums in enumerate(exits, start=1):
-                exit = f"exit{number}" if number < len(exits) else "ensemble"
-                for one, begin in kinds.items():
-                    out[f"{prefix}{exit}_{one}"] = _perplexity(sums[begin:])
+        out = _of_text_models(counts, kinds)
         if "train" in counts:
             rows, _ = counts["train"]
             total = rows.astype(np.float64).sum(0)
@@ -320,11 +314,29 @@ class Words:
         return _finite(out), of_client
 
 
+def _of_text_models(
+    counts: dict[str, Any], kinds: Mapping[str, int]
+) -> dict[str, float]:
+    """Perplexities of the server's models and their exits; `kinds` as above."""
+    out: dict[str, float] = {}
+    for name, rows in counts.get("server", {}).items():
+        *exits, served = rows.astype(np.float64).sum(1)
+        prefix = "" if name == "global" else f"{name}_"
+        if "perplexity" in kinds:
+            out[f"{name}_perplexity"] = _perplexity(served)
+        out[f"{prefix}masked_perplexity"] = _perplexity(served[2:])
+        for number, sums in enumerate(exits, start=1):
+            exit = f"exit{number}" if number < len(exits) else "ensemble"
+            for one, begin in kinds.items():
+                out[f"{prefix}{exit}_{one}"] = _perplexity(sums[begin:])
+    return out
+
+
 Score = Classes | Words
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:
-    """Without what is not finite: a run that diverged has no perplexities."""
+    """Without what is not finite: a run that diverged has no losses or perplexities."""
     return {name: value for name, value in values.items() if np.isfinite(value)}
 
 

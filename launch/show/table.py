@@ -220,7 +220,7 @@ def made(
         raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested = [], {}
+    columns, untested = [], []
     for setting, found in runs.items():
         since = {row: run and record.diverged(run) for row, run in found.items()}
         bad = [row for row, round in since.items() if round is not None]
@@ -239,19 +239,32 @@ def made(
             columns.append(Column(setting, how, values))
             has_values = any(one is not None for one in arrays.values())
             is_bold = how.better and any(entries.values()) and test != "none"
-            if is_bold and not has_values:
-                untested[how.title] = ""
-    seeds = {len(run.clients["seeds"]) for run in known}
+            if is_bold and not has_values and how.title not in untested:
+                untested.append(how.title)
+    notes = _of_values(known, control, test) + _diverged(runs)
+    notes += _unknown(metrics, known)
+    if untested:
+        line = "are no values of single clients, so that only the best is bold"
+        notes.append(f"{', '.join(untested)}: there {line}.")
+    notes += _derived(metrics, known, control, until)
+    every = [run for found in runs.values() for run in found.values()]
+    if left := sum(run is None for run in every):
+        notes.append(f"{left} of {len(every)} results are not finished.")
+    return Table(rows, columns, notes)
+
+
+def _of_values(known: Sequence[Record], control: str, test: str) -> list[str]:
+    """What the numbers of all columns are, and what their marks say."""
     notes = []
-    if seeds:
-        many = f"Mean ± standard deviation of {max(seeds)} seeds."
-        notes.append(many if max(seeds) > 1 else "One seed.")
-    other = looks.title(control)
+    if known:
+        seeds = max(len(run.clients["seeds"]) for run in known)
+        many = f"Mean ± standard deviation of {seeds} seeds."
+        notes.append(many if seeds > 1 else "One seed.")
     if test != "none":
-        beside = f"; † better and ‡ worse than {other}" if control else ""
+        marks = f"; † better and ‡ worse than {looks.title(control)}" * bool(control)
         notes.append(
             "Bold: the best and all that are not shown to differ from it"
-            f"{beside} ({significance.TEST})."
+            f"{marks} ({significance.TEST})."
         )
     medians = any(run.summary["summary"].startswith("median") for run in known)
     if medians and (test != "none" or control):
@@ -259,37 +272,39 @@ def made(
             "Values are medians over rounds. What is of single clients, such as tests, "
             "is of their means over the same rounds."
         )
-    notes += _diverged(runs)
-    if known:
-        names = derived.TITLES.keys() | {n for r in known for n in r.summary["metrics"]}
-        notes += [
-            f"{n}: no finished run has this metric{options.nearest(n, names) or '.'}"
-            for n in metrics
-            if n not in names
-        ]
-    if untested:
-        line = "are no values of single clients, so that only the best is bold"
-        notes.append(f"{', '.join(untested)}: there {line}.")
-    about = {
-        "hurt": f"clients that are worse off than with {other}",
-        "gain": f"mean over clients of the value less that with {other}",
-        "bottom_decile": "mean over the worst tenth of the clients",
-    }
+    return notes
+
+
+def _unknown(metrics: Sequence[str], known: Sequence[Record]) -> list[str]:
+    """A line for each metric that no finished run has."""
+    names = derived.TITLES.keys() | {n for r in known for n in r.summary["metrics"]}
+    return [
+        f"{n}: no finished run has this metric{options.nearest(n, names) or '.'}"
+        for n in metrics
+        if known and n not in names
+    ]
+
+
+def _derived(
+    metrics: Sequence[str], known: Sequence[Record], control: str, until: float
+) -> list[str]:
+    """What those of `derived.TITLES` are, and which of them need a control."""
+    other, notes = looks.title(control), []
     reached = f"until the mean over clients reaches {until:g} of {other}'s"
     main = derived.metric(derived.main_metric(known[0]), known) if known else None
     if main and main.better == "lower":
         reached = f"until {main.title} is down to 1 / {until:g} of {other}'s"
-    about |= dict.fromkeys(derived.PLACES, reached)
+    about = {
+        "hurt": f"clients that are worse off than with {other}",
+        "gain": f"mean over clients of the value less that with {other}",
+        "bottom_decile": "mean over the worst tenth of the clients",
+    } | dict.fromkeys(derived.PLACES, reached)
     needy = [n for n in metrics if n in derived.TITLES and n != "bottom_decile"]
     if needy and not control:
         about = {"bottom_decile": about["bottom_decile"]}
         named = ", ".join(derived.TITLES[n] for n in needy)
         notes.append(f"{named}: these compare with a control, and none is given.")
-    notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
-    every = [run for found in runs.values() for run in found.values()]
-    if left := sum(run is None for run in every):
-        notes.append(f"{left} of {len(every)} results are not finished.")
-    return Table(rows, columns, notes)
+    return notes + [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
 
 
 def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
