@@ -270,14 +270,12 @@ def _shared(
     out: dict[str, dict[str, Any]] = {}
     makes: dict[str, dict[str, str]] = {}  # option -> {row: the method it makes it}
     unmet: dict[str, dict[str, str]] = {}  # option -> {row: the option that it needs}
+    data = options.get("dataset")
+    dataset = data if isinstance(data, str) else None
     for name, own in runs.items():
         known = {*registry.fields_of(own["algo"]), *custom.ONLY_IN_PYTHON}
         out[name] = {option: options[option] for option in options if option in known}
-        data = options.get("dataset")
-        facts = {
-            "algo": own["algo"],
-            "dataset": data if isinstance(data, str) else None,
-        }
+        facts = {"algo": own["algo"], "dataset": dataset}
         ruled = presets.values(options.get("preset") or presets.BASE, facts)
         values = ruled | {k: v for k, v in (out[name] | own).items() if v is not None}
         other = registry.departure(own["algo"], values)
@@ -297,6 +295,25 @@ def _shared(
                 f"compare: the row {name} would be "
                 f"{registry.algorithm_name(is_now)}; give it another name"
             )
+    notes = _of_other_methods(out, options, makes)
+    notes += _withheld(runs, out, options, unmet)
+    for option in options:
+        rows = [name for name in out if option in out[name]]
+        if rows and all(option in runs[name] for name in rows):
+            notes.append(f"{option}={options[option]} is of no row, as all have theirs")
+    return out, notes + _meanings(runs, out)
+
+
+def _of_other_methods(
+    out: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Any],
+    makes: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    """Lines about options that would make rows other methods, and who has them.
+
+    `makes` has for an option the rows without it, and the methods that they would be.
+    Raises a ValueError if no row is left that has it.
+    """
     notes = []
     for option, rows in makes.items():
         others = [name for name in out if option in out[name]]
@@ -309,6 +326,20 @@ def _shared(
                 f"{{'mine': {{'algo': {next(iter(rows))!r}, {option!r}: ...}}, ...}}"
             )
         notes.append(f"{line}, {_only(others)}")
+    return notes
+
+
+def _withheld(
+    runs: Mapping[str, Mapping[str, Any]],
+    out: Mapping[str, dict[str, Any]],
+    options: Mapping[str, Any],
+    unmet: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    """Takes options from rows of `out` where they have no effect; lines about these.
+
+    `unmet` has for an option such rows, and what they lack.
+    """
+    notes = []
     for option, rows in unmet.items():
         others = [
             name
@@ -322,11 +353,7 @@ def _shared(
         needed = ", ".join(f"{name} has no {needed}" for name, needed in rows.items())
         line = f"{option}={options[option]} has no effect where {needed}"
         notes.append(f"{line}, {_only(others)}")
-    for option in options:
-        rows = [name for name in out if option in out[name]]
-        if rows and all(option in runs[name] for name in rows):
-            notes.append(f"{option}={options[option]} is of no row, as all have theirs")
-    return out, notes + _meanings(runs, out)
+    return notes
 
 
 def _only(rows: Sequence[str]) -> str:
