@@ -272,6 +272,7 @@ def test_notes_are_shown_once(capsys):
             "--eval_train=true has no effect with --algo=local, where no server has a",
         ),
         ({"bucketed": False}, "--bucketed=false has no effect with --algo=fedavg"),
+        ({"eval_sample": 1000}, "--eval_sample=1000 has no effect with --num_clients="),
         ({"algo": "local", "server_lr": 0.1, "proxy_fraction": 0.1}, ""),
     ],
 )
