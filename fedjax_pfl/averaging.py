@@ -134,7 +134,7 @@ def make(
         return (rest, row), variables if sent is None else sent.sent(variables)
 
     def round(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        here, old = each_client.Round(task, state, cohort, data), model_of(state)
+        here, old = each_client.Round(task, state, cohort, data), model_of(state.server)
         weight = here.weights(hparams.aggregation)
         (trained, rows), mean, here = here.update(update, shared=old, reduce=weight)
         if sent is not None:
@@ -151,17 +151,20 @@ def make(
         state = here.after(rows, server=server)
         return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
 
-    def model_of(state: types.RoundState) -> types.Variables:
-        return state.server if tx is None else state.server["model"]
+    def model_of(server: Any) -> types.Variables:
+        return server if tx is None else server["model"]
+
+    def global_model(state: types.RoundState, data: types.Data):
+        return {"global": (model, model_of(state.server))}
 
     def served(state: types.RoundState, cohort: types.Cohort, data: types.Data):
-        server = model_of(state)
+        server = model_of(state.server)
         if build is None:
             return serving(state.replace(server=server), cohort, data)
         return (types.Serving.each(model, state.clients, shared=server, build=build),)
 
     def adapted(client: each_client.Client, start: types.Variables, server: Any):
-        return adapt(client, start, server if tx is None else server["model"])
+        return adapt(client, start, model_of(server))
 
     messages = traffic.model_both_ways(task, model)
     if sent is not None:
@@ -169,14 +172,13 @@ def make(
     if upload_bytes:
         down, up = messages
         messages = down, up._replace(num_bytes=upload_bytes)
-    has_whole = own is None or sent is None
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=messages,
         init=init,
         round=round,
-        server=(lambda s, _: {"global": (model, model_of(s))}) if has_whole else None,
-        serving=served if build or (serving and tx is not None) else serving,
+        server=global_model if own is None or sent is None else None,
+        serving=served if build or serving else None,
         opt_state=opt_state,
         adapt=adapt and adapted,
     )

@@ -128,15 +128,23 @@ def test_clients_may_keep_nothing(tables):
     assert after.clients == ()
 
 
-def test_who_serves():
-    """The server's model, unless an algorithm says otherwise."""
-    given = (averaging.Averaging(), task(1), client_update)
-    assert averaging.make(*given).serving is None
+@pytest.mark.parametrize("optimizer", ["none", "sgd"])
+def test_who_serves(tables, optimizer):
+    """The server's model, unless an algorithm says otherwise, from that model alone."""
+    data, cohort = tables
+    hparams = averaging.Averaging(server_optimizer=optimizer)
+    assert averaging.make(hparams, task(1), client_update).serving is None
+    seen = []
 
     def serving(state, cohort, data):
+        seen.append(state.server)
         return ()
 
-    assert averaging.make(*given, serving=serving).serving is serving
+    made = averaging.make(hparams, task(1), client_update, serving=serving)
+    state = made.init(data, jax.random.key(0))
+    assert made.serving(state, cohort, data) == ()
+    (model,) = seen
+    assert isinstance(model, types.Variables)
 
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd"])
