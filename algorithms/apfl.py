@@ -26,7 +26,9 @@ Differs from the paper: the mean is weighted by examples by default. Momentum, w
 decay and clipping, if any, also act on alpha_i. We chose that alpha_i takes one
 gradient step a round, on its first batch (`--nolearn_weight`: none), and stays within
 0..1. A client is measured with the server's present model. Running statistics of the
-mixture are v_i's own.
+mixture are v_i's own. PFLlib's APFL is another method, which is not here: v_i steps
+along f_i(v_i), alpha_i moves in each step, with .02 alpha_i added to its gradient, and
+after a round the mixture with the client's trained w_i becomes v_i and is measured.
 """
 
 import dataclasses

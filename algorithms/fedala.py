@@ -32,9 +32,10 @@ deviation of the last ten epochs' losses is below `--adaptive_threshold`, for at
 100 epochs. An epoch's loss is the mean over its batches, in the code that of the last
 one, with a threshold of .1 in PFLlib (`--preset=pfllib`) and of .01 in the paper, as
 its authors say. A client is served the server's present model, mixed with its own by
-the weights as it last learned them; the released code, which measures before training,
-learns them once more for that. A client that never took part has the initial upper
-layers and weights of 1, and is served the server's model.
+the weights that it learned last, in an earlier round; the released code learns those of
+a round, measures, and then trains. It rounds the share down to whole batches. A client
+that never took part has the initial upper layers and weights of 1, and is served the
+server's model.
 """
 
 import dataclasses

@@ -20,7 +20,8 @@ do the parameters of that very module: scale and bias.
 Differs from the paper: the mean is weighted by examples by default, as in the other
 methods here and in PFLlib, where the paper and its released code have 1 / K. A client
 is served the server's present model with its own batch norms; one that never took part
-has the initial ones. A model without batch norm is refused, where PFLlib runs FedAvg
+has the initial ones. PFLlib knows a batch norm by its name, so that those of a ResNet's
+shortcuts travel there. A model without batch norm is refused, where PFLlib runs FedAvg
 under this name.
 """
 

@@ -31,7 +31,7 @@ is served the generic model; in PFLlib it starts as a copy of the generic head. 
 losses see the model before the step, as in PFLlib, and `train_loss` is their sum.
 `--clip_norm` is of the gradients of both together, so that with it the personal head
 has an effect on the generic model's steps. The global accuracy is that of the generic
-model.
+model. PFLlib counts a client's classes without the rows that `--drop_last` drops.
 """
 
 from typing import Any
