@@ -69,13 +69,7 @@ def resolve(
         "image_shape": "x".join(map(str, source.image.shape[1:])),
         "public_images": entry.public_images and not has_images,
     }
-    partition = config.partition or presets.values(config.preset, facts)["partition"]
-    has_users = presets.has_data(config.preset, name) or source.client is None
-    if config.partition is None and (loaders.is_own(name) or not has_users):
-        # A paper's users exist only in its own data; others may name owners.
-        partition = "client_dirichlet" if source.client is None else "natural"
-    if source.is_text and config.partition is None:
-        partition = "contiguous"
+    partition = config.partition or _partition(config, source, facts)
     rules = presets.values(config.preset, facts | {"partition": partition})
     rules["partition"] = partition
     if partition == "natural":
@@ -86,17 +80,7 @@ def resolve(
         rules["examples_per_client"] = 0
     if partition in partitions.SIZED:
         rules["examples_per_client"] = 0
-    if not source.num_test and rules["test_split"] == "official":
-        # Unlike the paper's data, these have no official test rows.
-        rules["test_split"] = "client_share"
-    if loaders.is_own(name) and source.num_test:
-        rules["test_split"] = "official"
-        if partition == "natural" and config.test_split in held_out.POOLED:
-            raise ValueError(
-                f"--test_split={config.test_split} divides each client's train and "
-                "test rows anew, but --partition=natural leaves the data's own test "
-                "rows as they are; take official or client_share"
-            )
+    rules["test_split"] = _test_split(config, source, partition, rules["test_split"])
     if source.takes == "labelled tokens":
         rules |= {"normalization": "none", "augment": "none"}
     if name.startswith(loaders.NORMALIZED) and source.image.dtype != np.uint8:
@@ -126,6 +110,39 @@ def resolve(
     config = dataclasses.replace(config, **{k: rules[k] for k in rules.keys() & free})
     drawn = config.clients_per_round or trained
     return dataclasses.replace(config, clients_per_round=drawn)
+
+
+def _partition(
+    config: schema.Config, source: dataset.Dataset, facts: Mapping[str, Any]
+) -> str:
+    """The partition by the preset and the data."""
+    if source.is_text:
+        return "contiguous"
+    has_users = presets.has_data(config.preset, config.dataset) or source.client is None
+    if loaders.is_own(config.dataset) or not has_users:
+        # A paper's users exist only in its own data; others may name owners.
+        return "client_dirichlet" if source.client is None else "natural"
+    return presets.values(config.preset, facts)["partition"]
+
+
+def _test_split(
+    config: schema.Config, source: dataset.Dataset, partition: str, wanted: str
+) -> str:
+    """The rule of test rows, where the preset has `wanted`.
+
+    Raises a ValueError for a split that pools rows, as owners' test rows stay theirs.
+    """
+    if loaders.is_own(config.dataset) and source.num_test:
+        if partition == "natural" and config.test_split in held_out.POOLED:
+            raise ValueError(
+                f"--test_split={config.test_split} divides each client's train and "
+                "test rows anew, but --partition=natural leaves the data's own test "
+                "rows as they are; take official or client_share"
+            )
+        return "official"
+    # Unlike a paper's data, others may have no official test rows.
+    lacks = wanted == "official" and not source.num_test
+    return "client_share" if lacks else wanted
 
 
 def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
