@@ -44,7 +44,7 @@ def without_norms(model: types.Model, shape: tuple[int, ...]) -> boundary.Divisi
         paths = [path[:-1] for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         return [tuple(map(jax.tree_util.keystr, zip(path))) for path in paths]
 
-    moving, trained = set(modules(like.stats)), modules(like.params)
+    moving = set(modules(like.stats))
     if not moving:
         raise ValueError(
             f"--algo=fedbn: --model={model.name} has no batch norm, so that nothing "
@@ -52,8 +52,8 @@ def without_norms(model: types.Model, shape: tuple[int, ...]) -> boundary.Divisi
             "--algo=fedavg"
         )
     # Statistics of own linen modules are below the name of their collection.
-    moving |= {(*one[:2], *one[3:]) for one in moving.difference(trained)}
-    is_sent = [one not in moving for one in trained]
+    moving |= {(*one[:2], *one[3:]) for one in moving if "['batch_stats']" in one}
+    is_sent = [one not in moving for one in modules(like.params)]
     is_sent += [False] * len(modules(like.stats))
     return boundary.Division(like, tuple(is_sent))
 

@@ -5,6 +5,7 @@ executes". An algorithm of the family defines what clients do with the model and
 """
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -95,10 +96,11 @@ def make(
         >>> experiment.run(progress=False)["metrics"]["global_accuracy"]["mean"]
         1.0
     """
-    if not isinstance(hparams, Averaging):
+    names = [field.name for field in dataclasses.fields(Averaging)]
+    if lacks := [name for name in names if not hasattr(hparams, name)]:
         raise ValueError(
-            f"averaging.make got options {type(hparams).__name__}, which lack those of "
-            "the server's mean; let HParams extend averaging.Averaging"
+            f"averaging.make got options {type(hparams).__name__}, which lack "
+            f"{lacks[0]}; let HParams extend averaging.Averaging"
         )
     if upload is not None and (step is None or sent is not None):
         raise ValueError("averaging.make(upload=) needs step= and excludes sent=")
@@ -180,7 +182,8 @@ def make(
         server=global_model if own is None or sent is None else None,
         serving=served if build or serving else None,
         opt_state=opt_state,
-        adapt=adapt and adapted,
+        # Its source is that of `adapt`, by which a changed one is recognised.
+        adapt=adapt and functools.wraps(adapt)(adapted),
     )
 
 

@@ -249,7 +249,7 @@ def _loss(
         kind = f"one of shape {list(jnp.shape(out[0]))}"
     elif not jnp.issubdtype(jnp.result_type(out[0]), jnp.floating):
         kind = f"one of {jnp.result_type(out[0])}"
-    elif not _is_like(out[1], stats):
+    elif jax.tree.structure(out[1]) != jax.tree.structure(stats):
         kind = f"{type(out[1]).__name__} of another form in the place of statistics"
     if kind:
         raise ValueError(
@@ -259,15 +259,10 @@ def _loss(
     return out
 
 
-def _is_like(tree: Any, other: Any) -> bool:
-    """Whether two trees have the same structure and shapes."""
-    forms = [jax.tree.map(jnp.shape, one) for one in (tree, other)]
-    return forms[0] == forms[1]
-
-
 def _checked(tree: Any, params: types.Params, name: str) -> types.Params:
     """What a function of an objective returned; a ValueError if it is no parameters."""
-    if not _is_like(tree, params):
+    tree = tuple(tree) if isinstance(tree, list) else tree
+    if jax.tree.structure(tree) != jax.tree.structure(params):
         raise ValueError(
             f"Objective({name}=) returned {type(tree).__name__} of another form than "
             "the parameters; expected a tree like these"

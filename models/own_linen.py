@@ -31,15 +31,15 @@ class Stage(own_stage.Stage):
         mask = own_stage.real_samples(x, None)
         modes = own_stage.modes(_modes_of(self.module), mask, False)
         out, variables = self.module.init_with_output(keys, x, **modes)
-        stats = own_stage.renamed(variables, "/", "|")
+        stats = own_stage.without_slashes(variables)
         params = stats.pop("params", {})
         return out, {"params": params} | ({"stats": stats} if stats else {})
 
     def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
         """Returns the output and the statistics, which eval mode does not change."""
         mask = own_stage.real_samples(x, sample_mask)
-        stats = own_stage.renamed(variables.get("stats", {}), "|", "/")
-        params = own_stage.renamed(variables["params"], "|", "/")
+        stats = own_stage.with_slashes(variables.get("stats", {}))
+        params = own_stage.with_slashes(variables["params"])
         if rngs:  # flax takes the key `params` for names that it was not given
             rngs = rngs | {"params": jax.random.fold_in(rngs["dropout"], 1)}
 
@@ -57,7 +57,7 @@ class Stage(own_stage.Stage):
                 rngs=rngs,
                 mutable=list(stats) if train else [],
             )
-        stats = own_stage.renamed({**stats, **new}, "/", "|")
+        stats = own_stage.without_slashes({**stats, **new})
         return out, ({"stats": stats} if stats else {})
 
 

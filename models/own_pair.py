@@ -13,7 +13,7 @@ from models import own_stage
 
 # Names of an argument of `apply` that gets the step's key, or None in eval mode
 KEYS = ("rng", "key")
-ARRAYS = (jax.Array, np.ndarray, np.generic, int, float)
+ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Stage(own_stage.Stage):
         params = self.init(*((key, x) if _takes_examples(self.init) else (key,)))
         if kind := _odd(params):
             raise ValueError(f"init gives a {kind}, expected a nested dict of arrays")
-        params = jax.tree.map(jnp.asarray, params)
-        return {"params": own_stage.renamed(params, "/", "|")}
+        params = jax.tree.map(jnp.asarray, own_stage.without_slashes(params))
+        return {"params": params}
 
     def apply(self, variables, x, *, sample_mask, train, rngs, mutable=()):
         """Returns the output, and no statistics."""
@@ -44,7 +44,7 @@ class Stage(own_stage.Stage):
         more = dict.fromkeys(KEYS, rngs.get("dropout") if train else None)
         names = own_stage.takes(self.function)
         modes = own_stage.modes(names, sample_mask, train, **more)
-        params = own_stage.renamed(variables["params"], "|", "/")
+        params = own_stage.with_slashes(variables["params"])
         return self.function(params, x, **modes), {}
 
 

@@ -46,11 +46,27 @@ def modes(
     return {name: value for name, value in values.items() if name in names}
 
 
-def renamed(tree: Any, old: str, new: str) -> Any:
-    """The same nested dict with `new` for `old` in its names."""
-    if isinstance(tree, Mapping):
-        return {str(n).replace(old, new): renamed(v, old, new) for n, v in tree.items()}
-    return tree
+def without_slashes(tree: Any) -> Any:
+    """The nested dict with `|` for slashes in names, which divide a file's paths.
+
+    Raises a ValueError for a name that has a `|`.
+    """
+    if not isinstance(tree, Mapping):
+        return tree
+    if odd := [name for name in tree if "|" in str(name)]:
+        raise ValueError(f"the name {odd[0]} has a |, which stands for a slash")
+    return {_with(n, "/", "|"): without_slashes(v) for n, v in tree.items()}
+
+
+def with_slashes(tree: Any) -> Any:
+    """The nested dict with the names that `without_slashes` got."""
+    if not isinstance(tree, Mapping):
+        return tree
+    return {_with(n, "|", "/"): with_slashes(v) for n, v in tree.items()}
+
+
+def _with(name: Any, old: str, new: str) -> Any:
+    return name.replace(old, new) if isinstance(name, str) else name
 
 
 def real_samples(x: jax.Array, sample_mask: jax.Array | None) -> jax.Array:

@@ -6,6 +6,7 @@ changes it, a comment does not. All is traced as on one device, one client at a 
 with one form of the convolutions, so that platforms, devices and chunks do not matter.
 """
 
+import dataclasses
 import functools
 import hashlib
 import pathlib
@@ -28,6 +29,7 @@ from fedjax_pfl import (
     measures,
     metric_kinds,
     optimizer,
+    options,
     scores,
     types,
 )
@@ -120,16 +122,24 @@ def of_algorithm(
     task: types.Task,
     data: types.Data,
     planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+    is_for_all_floats: bool = False,
 ) -> str:
     """Hashes what a custom algorithm computes: first state, round and evaluation.
 
     The execution of `task` does not matter. `data` has the partitions of all seeds, and
-    `planner_of` makes the planner of the rounds. Raises a ValueError of one line for a
-    function that returns something else than `types.Algorithm` says.
+    `planner_of` makes the planner of the rounds. A hash for all floats is that of the
+    computation in which the float options are arguments. Raises a ValueError of one
+    line for a function that returns something else than `types.Algorithm` says.
     """
     how = execution.Execution()
     task = task._replace(execution=how, num_residents=0)
-    method = _watched(make(hparams, task))
+    structure, floats = options.split_floats(hparams)
+
+    def made(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
+        given = dataclasses.replace(structure, **values)
+        return given, _watched(make(given, task))
+
+    _, method = made(floats)
     planner = planner_of(method, how)
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     kind = scores.Words() if data.num_words else scores.Classes()
@@ -137,19 +147,28 @@ def of_algorithm(
     ids = np.arange(task.num_clients)
     key = jax.eval_shape(jax.random.key, 0)
 
-    def first(tables: types.Data, key: jax.Array) -> types.RoundState:
-        return program_lib.first_state(method, hparams, task, tables, key)
+    def first(values: dict, tables: types.Data, key: jax.Array) -> types.RoundState:
+        given, method = made(values)
+        return program_lib.first_state(method, given, task, tables, key)
 
-    def score(state: Any, cohort: types.Cohort, tables: types.Data) -> Any:
-        given = method, state, cohort, tables, scoring, how
+    def round(values: dict, *given: Any) -> Any:
+        return made(values)[1].round(*given)
+
+    def score(values: dict, state: Any, cohort: types.Cohort, tables: types.Data):
+        given = made(values)[1], state, cohort, tables, scoring, how
         return evaluate.of_shared(*given), evaluate.of_clients(*given, ids)
 
-    state = jax.eval_shape(first, tables, key)
+    def traced(fn: Callable[..., Any], *given: Any) -> str:
+        if is_for_all_floats:
+            return _traced(fn, dict.fromkeys(floats, np.float32(0)), *given)
+        return _traced(functools.partial(fn, floats), *given)
+
+    state = jax.eval_shape(functools.partial(first, floats), tables, key)
     parts = [
         repr((method.plans, method.peers, method.messages, method.ships_proxy)),
-        _traced(first, tables, key),
-        _traced(method.round, state, planner.cohort(0, 0), tables),
-        _traced(score, state, planner.drawn(0, 1), tables),
+        traced(first, tables, key),
+        traced(round, state, planner.cohort(0, 0), tables),
+        traced(score, state, planner.drawn(0, 1), tables),
     ]
     if method.adapt is not None:
         from models import own  # imports nnx, which takes long

@@ -159,7 +159,8 @@ def _check_logits(
             "trained; keep a constant as a plain array"
         )
     kinds = {str(leaf.dtype): leaf.dtype for leaf in jax.tree.leaves(variables)}
-    if odd := sorted(name for name, kind in kinds.items() if kind.itemsize < 4):
+    few = [n for n, kind in kinds.items() if "float" in n and kind.itemsize < 4]
+    if odd := sorted(few):
         raise ValueError(
             f"{flag}: {model.name} has parameters or statistics of {odd[0]}, in which "
             "a mean over clients loses its digits; keep them in float32 (param_dtype), "

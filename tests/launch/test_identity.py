@@ -475,3 +475,17 @@ def test_names_that_come_later_are_other_data(tmp_path):
     path.write_text("\n".join(x for x in lines if "names_sha256" not in x) + "\n")
     again = build.experiment(**options, resume=True)  # of an earlier version
     assert again.run(progress=False)["rounds"] == 2
+
+
+def test_other_floats_share_a_program():
+    """Of an own algorithm too, as its rates are arguments of what is compiled."""
+    given = BASE | {"algo": OfGlobal, "client_optimizer": "sgd"}
+    a_global(1.0)
+    one, other = (
+        build.experiment(**given, client_lr=rate).simulation.program
+        for rate in (0.1, 0.2)
+    )
+    assert one.rounds is other.rounds and one.floats != other.floats
+    a_global(2.0)
+    third = build.experiment(**given, client_lr=0.1).simulation.program
+    assert third.rounds is not one.rounds

@@ -142,6 +142,8 @@ def test_pairs_with_lists_are_refused():
         made(algo="fedavg", model=pair([np.zeros(3)]), model_width=1)
     run = made(algo="fedavg", model=pair(0.5), model_width=1)
     assert run.params()[0]["trunk"]["more"].shape == ()
+    with pytest.raises(ValueError, match="the name a.b has a ., which stands for a sl"):
+        made(algo="fedavg", model=pair({"a|b": np.zeros(3)}), model_width=1)
 
 
 class Noise(nn.Module):
