@@ -144,7 +144,7 @@ def served(made, state, cohort=None, data=None, num_clients=5):
     return out
 
 
-def assert_models(after, before, expected, rtol=1e-5, atol=5e-6):
+def assert_models(after, before, expected, rtol=1e-5, atol=1e-5):
     """The layers of these clients; whoever else there is keeps all, bit for bit."""
     for number in range(5):
         if number in expected:
@@ -189,7 +189,7 @@ def follow(
     changes=(),
     by=1e-4,
     rtol=1e-5,
-    atol=5e-6,
+    atol=1e-5,
 ):
     """Compares rounds with those of a method's reference.
 

@@ -82,7 +82,7 @@ def test_rounds_equal_a_numpy_reference(head_count, compiled, problem, first_sta
                     chex.assert_trees_all_equal(new, [old["kernel"], old["bias"]])
                     continue
                 expected = [np.mean(a, 0) for a in zip(*copies, strict=True)]
-                chex.assert_trees_all_close(new, expected, rtol=1e-5, atol=3e-6)
+                chex.assert_trees_all_close(new, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_exits_that_are_not_trained_keep_all_but_their_statistics(problem):
@@ -129,10 +129,10 @@ def test_momentum_distillation(problem):
     # Nothing was known of level 3: a share of nothing moves the last stage less.
     for stage, share in ((0, 1.0), (1, 0.7)):
         steps = {b: trunk(first[b], stage) - trunk(states[b], stage) for b in runs}
-        np.testing.assert_allclose(steps[0.3], share * steps[0.0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(steps[0.3], share * steps[0.0], rtol=1e-5, atol=3e-6)
     moved = np.asarray(first[0.3].server["moved"][0]["kernel"])
     whole = [trunk(first[0.0], s) - trunk(states[0.0], s) for s in (0, 1)]
-    np.testing.assert_allclose(moved, np.mean(whole, 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(moved, np.mean(whole, 0), rtol=1e-5, atol=3e-6)
     assert not np.asarray(first[0.3].server["moved"][1]["kernel"]).any()
 
     state = first[0.3]
@@ -140,7 +140,7 @@ def test_momentum_distillation(problem):
     second = runs[0.3](state, shallow, problem.data)[0]
     own = trunk(runs[0.0](without, shallow, problem.data)[0], 0) - trunk(state, 0)
     step = trunk(second, 0) - trunk(state, 0)
-    np.testing.assert_allclose(step, 0.7 * own + 0.3 * moved, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(step, 0.7 * own + 0.3 * moved, rtol=1e-5, atol=3e-6)
     # Level 2 was not there: what is known of it stays.
     chex.assert_trees_all_equal(second.server["moved"], state.server["moved"])
 

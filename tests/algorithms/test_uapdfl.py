@@ -190,7 +190,7 @@ def test_rounds_equal_a_numpy_reference(name, compiled, given, problem, cohort_a
         private = step.after.clients["private"]
         for place, key in enumerate(("answer", "features")):
             part = [one[place] for one in known]
-            np.testing.assert_allclose(private[key], part, rtol=1e-5, atol=3e-6)
+            np.testing.assert_allclose(private[key], part, rtol=1e-5, atol=1e-5)
         seen, metrics = step.more[0], step.metrics
         assert plain.sent_bytes(made, step.sent, 3) == [one[0] for one in seen]
         drops = sum(one[1] for one in seen)
@@ -199,7 +199,7 @@ def test_rounds_equal_a_numpy_reference(name, compiled, given, problem, cohort_a
         for share, key in ((0.5, "median"), (0.95, "p95")):
             value = np.quantile(gaps, share) if gaps else 0.0
             found = metrics[f"divergence_{key}"][0]
-            np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(found, value, rtol=1e-5, atol=3e-6)
         all_seen += seen
     assert any(one[1] for one in all_seen) == option_of(name, "client_dropout")
     assert any(0 < near < len(gaps) for _, _, near, gaps in all_seen)
@@ -230,7 +230,7 @@ def test_divergences():
         found = of_kind(jnp.float32(first), jnp.float32(second))
         np.testing.assert_allclose(found, reference(first, second), rtol=1e-5)
         back = of_kind(second + 7.0, first - 2.0)
-        np.testing.assert_allclose(found, back, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found, back, rtol=1e-5, atol=3e-6)
         # Rounding must not make equals alike at threshold 0.
         same = np.float32(3 * gen.normal(size=(2000, 4)))
         found = np.asarray(of_kind(same, same))
