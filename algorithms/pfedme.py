@@ -98,10 +98,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         own = trained.variables if hparams.eval_model == "local" else own
         return trained, {"own": own, "has_own": jnp.ones((), bool)}
 
-    def first(start: fp.Variables) -> dict:
-        return {"own": start, "has_own": jnp.zeros((), bool)}
-
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         return averaging.own_or_server(model, state, state.clients["has_own"])
 
-    return averaging.make(hparams, task, client_update, own=first, serving=serving)
+    given = {"own": averaging.without_own, "serving": serving}
+    return averaging.make(hparams, task, client_update, **given)

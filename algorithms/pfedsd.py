@@ -76,9 +76,6 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """pFedSD as pure functions."""
     model = task.model
 
-    def first(start: fp.Variables) -> dict:
-        return {"own": start, "has_own": jnp.zeros((), bool)}
-
     def client_update(client: fp.Client, server: fp.Variables):
         """Trains the server's model, taught by the client's last one if it exists."""
         weight = jnp.where(client.own["has_own"], hparams.self_distill_weight, 0.0)
@@ -92,4 +89,5 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         has_own = state.clients["has_own"] & (hparams.eval_model == "own")
         return averaging.own_or_server(model, state, has_own)
 
-    return averaging.make(hparams, task, client_update, own=first, serving=serving)
+    given = {"own": averaging.without_own, "serving": serving}
+    return averaging.make(hparams, task, client_update, **given)

@@ -73,6 +73,8 @@ from fedjax_pfl import (
 from fedjax_pfl.rows import exchange
 
 DIVERGENCES = {"js": distances.js, "symkl": distances.symkl}
+# Where the extractor is pulled to an anchor
+IS_PULLED = {"proximal_weight": options.ON, "layer_personalization": (True,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         "what is pulled: the extractor's outputs on the batch (mean squares), or its "
         "output on the unit tensor (sum of squares)",
         choices=("batch", "unit"),
-        needs={"proximal_weight": options.ON, "layer_personalization": (True,)},
+        needs=IS_PULLED,
         is_noted=True,
     )
     anchor: str = fp.option(
@@ -105,7 +107,7 @@ class HParams(decentralized.Peers, fp.LocalTraining):
         "mean of the peers' auxiliary representations by examples, or the plain mean "
         "of these and the own one",
         choices=("peers", "with_own"),
-        needs={"proximal_weight": options.ON, "layer_personalization": (True,)},
+        needs=IS_PULLED,
         is_noted=True,
     )
     unit_value: float = fp.option(1.0, "value of the unit tensor, in normalised space")

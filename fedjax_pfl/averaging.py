@@ -187,6 +187,11 @@ def make(
     )
 
 
+def without_own(start: types.Variables) -> dict[str, Any]:
+    """For `own` of `make`: the row of a client that has no model of its own yet."""
+    return {"own": start, "has_own": jnp.zeros((), bool)}
+
+
 def own_or_server(
     model: types.Model, state: types.RoundState, has_own: jax.Array
 ) -> tuple[types.Serving, ...]:

@@ -189,7 +189,6 @@ def _program(
     config, entry, how = settings.config, settings.entry, task.execution
     scoring = _scoring(settings, data, how)
 
-    program_lib.made(entry.make, hparams, task)  # refuses what is no algorithm
     about = {"task": task, "data": data, "planner_of": planned.planner}
     hashed = functools.partial(computed.of_algorithm, entry.make, **about)
     of_others = computed.of_others(settings, hparams, hashed)

@@ -135,11 +135,11 @@ def of_algorithm(
     task = task._replace(execution=how, num_residents=0)
     structure, floats = options.split_floats(hparams)
 
-    def made(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
+    def method_of(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
         given = dataclasses.replace(structure, **values)
-        return given, _watched(make(given, task))
+        return given, _watched(program_lib.made(make, given, task))
 
-    _, method = made(floats)
+    _, method = method_of(floats)
     planner = planner_of(method, how)
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     kind = scores.Words() if data.num_words else scores.Classes()
@@ -148,14 +148,14 @@ def of_algorithm(
     key = jax.eval_shape(jax.random.key, 0)
 
     def first(values: dict, tables: types.Data, key: jax.Array) -> types.RoundState:
-        given, method = made(values)
+        given, method = method_of(values)
         return program_lib.first_state(method, given, task, tables, key)
 
     def round(values: dict, *given: Any) -> Any:
-        return made(values)[1].round(*given)
+        return method_of(values)[1].round(*given)
 
     def score(values: dict, state: Any, cohort: types.Cohort, tables: types.Data):
-        given = made(values)[1], state, cohort, tables, scoring, how
+        given = method_of(values)[1], state, cohort, tables, scoring, how
         return evaluate.of_shared(*given), evaluate.of_clients(*given, ids)
 
     def traced(fn: Callable[..., Any], *given: Any) -> str:

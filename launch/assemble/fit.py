@@ -158,9 +158,9 @@ def _check_logits(
             f"{flag}: {model.name} has parameters of {odd[0]}, which cannot be "
             "trained; keep a constant as a plain array"
         )
-    kinds = {str(leaf.dtype): leaf.dtype for leaf in jax.tree.leaves(variables)}
-    few = [n for n, kind in kinds.items() if "float" in n and kind.itemsize < 4]
-    if odd := sorted(few):
+    kinds = {leaf.dtype for leaf in jax.tree.leaves(variables)}
+    small = {str(kind) for kind in kinds if kind.itemsize < 4}
+    if odd := sorted(kind for kind in small if "float" in kind):
         raise ValueError(
             f"{flag}: {model.name} has parameters or statistics of {odd[0]}, in which "
             "a mean over clients loses its digits; keep them in float32 (param_dtype), "

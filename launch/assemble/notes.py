@@ -43,8 +43,9 @@ def of_options(
         if not isinstance(hparams, levels.Levels):
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
     if (config.eval_sample or 0) >= (config.num_clients or 0) > 0:
-        all_of = f"--num_clients={config.num_clients}, all of which are measured"
-        reasons["eval_sample"] = f"with {all_of}"
+        reasons["eval_sample"] = (
+            f"with --num_clients={config.num_clients}, all of which are measured"
+        )
     values = vars(config) | vars(hparams)
     out += [
         f"--{name}={options.text(values[name])} has no effect {reason}; omit it"
