@@ -396,7 +396,7 @@ def _numbers(group: types.Serving, num_rows: int) -> jax.Array:
     is the index and the update of a scatter.
     """
     served_id = jnp.where(group.mask, group.client_id, num_rows)
-    numbers = 1 + jnp.arange(served_id.shape[0])
+    numbers = 1 + jnp.arange(served_id.shape[0], dtype=jnp.int32)
     return jnp.zeros(num_rows, jnp.int32).at[served_id].set(numbers, mode="drop")
 
 

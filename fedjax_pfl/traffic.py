@@ -76,7 +76,7 @@ def counted(
         )
     counts = [jnp.asarray(sent[kind.name], jnp.int32) for kind in kinds]
     counts = exchange.everywhere(counts)
-    total = [jnp.where(row_mask, count, 0).sum() for count in counts]
+    total = [jnp.where(row_mask, n, 0).sum(dtype=jnp.int32) for n in counts]
     return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)
 
 

@@ -342,10 +342,10 @@ class Data:
         return image, jnp.take(self.label, rows, axis=0, mode="clip")
 
     def normalised(self, image: jax.Array) -> jax.Array:
-        """Raw images [..., *example_shape] as f32; tokens int32 as they are."""
+        """Raw images [..., *example_shape] in the mean's dtype; tokens as they are."""
         if self.num_words or image.dtype == jnp.int32:
             return image
-        return (image.astype(jnp.float32) - self.mean) * self.scale
+        return (image.astype(self.mean.dtype) - self.mean) * self.scale
 
     def label_counts(self, num_classes: int) -> jax.Array:
         """Train rows of each client and class, f32[K, Y]."""

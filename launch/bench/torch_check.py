@@ -5,6 +5,9 @@ vectorized rounds and a plain loop over clients and batches, as one would write 
 PyTorch, start from the same parameters and see the same batches. After each round it
 prints the accuracy of both over the test rows of all clients. The package `torch` must
 be installed.
+
+In float32 sums in another order make a few answers differ. With JAX_ENABLE_X64=1 in the
+environment both compute in float64.
 """
 
 import functools
@@ -50,6 +53,19 @@ def check(experiment: experiment_lib.Experiment) -> None:
         )
 
 
+def in_double(experiment: experiment_lib.Experiment) -> None:
+    """Has the parameters and the images of a run before its first round in float64."""
+
+    def double(x: Any) -> Any:
+        return x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    simulation = experiment.simulation
+    experiment.data, simulation.data, state = jax.tree.map(
+        double, (experiment.data, simulation.data, simulation.state)
+    )
+    simulation.load(0, state, simulation.totals, simulation.compile_seconds, {})
+
+
 def in_torchs_order(params: Any) -> list[np.ndarray]:
     """Weights and biases as PyTorch has them: channels first, maps flattened so."""
     out, channels = [], 0
@@ -79,6 +95,7 @@ class Loop:
         self.net = loops.torch_net(torch, params, PADDING[config.model])
         arrays = map(np.ascontiguousarray, in_torchs_order(params))
         self.server = [torch.tensor(one) for one in arrays]
+        self.net.to(self.server[0].dtype)
         cut = len(model.stage_names)
         if config.algo == "fedper":
             shape = experiment.task.example_shape
@@ -145,6 +162,8 @@ def command(argv: list[str]) -> None:
         experiment = experiment_lib.experiment(**given)
         check(experiment)
         experiment.start()
+        if jax.config.jax_enable_x64:
+            in_double(experiment)
         loop = Loop(torch, experiment)
     largest = 0.0
     for number in range(experiment.config.rounds):
