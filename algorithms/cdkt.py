@@ -79,7 +79,7 @@ class HParams(proxy.ServerTraining, fp.LocalTraining):
         minimum=0,
         needs={"client_distill_weight": options.ON},
         is_noted=True,
-        is_in_rounds=True,
+        is_in_rounds="before",
     )
     ensemble: str = fp.option(
         "mean_selected",

@@ -50,7 +50,7 @@ def option(
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
         is_in_rounds: Marks a number of rounds after which something is complete. A run
-            should reach it, or with `end` have as many.
+            should reach it, with `end` have as many, and with `before` go beyond it.
 
     Examples:
         >>> @dataclasses.dataclass(frozen=True)

@@ -64,12 +64,18 @@ def of_options(
         if not kind or options.unmet(field, vars(hparams)):
             continue
         value, rounds = getattr(hparams, field.name), config.rounds
-        if value > rounds or (kind == "end" and value < rounds):
-            less = "more" if value > rounds else "less"
-            out.append(
-                f"--{field.name}={value} is {less} than --rounds={rounds}: "
-                f"{field.metadata['help']}"
-            )
+        if value > rounds:
+            apart = "more than"
+        elif value < rounds and kind == "end":
+            apart = "less than"
+        elif value == rounds and kind == "before":
+            apart = "as many as"
+        else:
+            continue
+        out.append(
+            f"--{field.name}={value} is {apart} --rounds={rounds}: "
+            f"{field.metadata['help']}"
+        )
     if config.init_from and not getattr(hparams, "shared_init", True):
         out.append(
             "--noshared_init has no effect, as all clients begin with the model of "

@@ -565,8 +565,10 @@ def test_what_is_probably_not_meant():
         assert line.startswith(f"--prune_rounds=20 is {word} than --rounds={rounds}: ")
     assert notes.of_options(*resolved(algo="dispfl", rounds=20)) == []
     assert notes.of_options(*resolved(algo="dispfl", rounds=50, prune_rate=0.0)) == []
-    (line,) = notes.of_options(*resolved(algo="cdkt", rounds=3, warm_rounds=4))
-    assert line.startswith("--warm_rounds=4 is more than --rounds=3: first rounds in")
+    for warm, words in ((4, "more than"), (3, "as many as")):
+        (line,) = notes.of_options(*resolved(algo="cdkt", rounds=3, warm_rounds=warm))
+        assert line.startswith(f"--warm_rounds={warm} is {words} --rounds=3: first ")
+    assert notes.of_options(*resolved(algo="cdkt", rounds=3, warm_rounds=2)) == []
 
 
 @pytest.mark.parametrize("name", ["sgd", "rmsprop", "adam", "adamw"])
