@@ -11,7 +11,7 @@ from fedjax_pfl.rows import exchange
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
-    """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows.
+    """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows (f64 with x64).
 
     `kind` is `examples` (proportional to the clients' train examples, `num_examples`
     int32[C]) or `uniform`, else a ValueError. `row_mask` bool[C] is True on real rows.
@@ -19,7 +19,7 @@ def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Arra
     if kind not in ("examples", "uniform"):
         raise ValueError(f"weights: got {kind!r}, expected 'examples' or 'uniform'")
     raw = num_examples if kind == "examples" else jnp.ones_like(num_examples)
-    raw = exchange.everywhere(jnp.where(row_mask, raw.astype(jnp.float32), 0))
+    raw = exchange.everywhere(jnp.where(row_mask, raw.astype(float), 0))
     return raw / jnp.maximum(raw.sum(), 1)
 
 

@@ -3,11 +3,11 @@
 It takes the options of `launch.main`, without a proxy set and with plain SGD. The
 vectorized rounds and a plain loop over clients and batches, as one would write it in
 PyTorch, start from the same parameters and see the same batches. After each round it
-prints the accuracy of both over the test rows of all clients. The package `torch` must
-be installed.
+prints the accuracy of both over the test rows of all clients, and how far the shared
+parameters are apart. The package `torch` must be installed.
 
-In float32 sums in another order make a few answers differ. With JAX_ENABLE_X64=1 in the
-environment both compute in float64.
+In float32 sums in another order make a few answers differ, more in each round. With
+JAX_ENABLE_X64=1 in the environment both compute in float64.
 """
 
 import functools
@@ -109,7 +109,8 @@ class Loop:
         self.image = image.movedim(-1, 1).contiguous() if is_map else image.flatten(1)
         self.label = torch.tensor(np.asarray(label, np.int64))
         momentum, decay = hparams.client_momentum, hparams.weight_decay
-        given = {"lr": hparams.client_lr, "momentum": momentum, "weight_decay": decay}
+        lr = float(np.float32(hparams.client_lr))  # as here, also in float64
+        given = {"lr": lr, "momentum": momentum, "weight_decay": decay}
         self.optimizer = functools.partial(torch.optim.SGD, **given)
 
     def _load(self, client: int) -> None:
@@ -136,6 +137,13 @@ class Loop:
             total = [t + one.weight * p for t, p in zip(total, shared, strict=True)]
             weights += one.weight
         self.server[: self.num_shared] = [t / weights for t in total]
+
+    def distance(self) -> float:
+        """The largest difference from the parameters of the run's server."""
+        params = self.experiment.simulation.state.server.params
+        ours = in_torchs_order(jax.tree.map(lambda leaf: leaf[0], params))
+        pairs = zip(ours, self.server[: self.num_shared], strict=False)
+        return max(float(np.abs(one - other.numpy()).max()) for one, other in pairs)
 
     def accuracy(self) -> float:
         """Right answers over all test rows of all clients."""
@@ -172,9 +180,11 @@ def command(argv: list[str]) -> None:
         ours, theirs = experiment.metrics[-1]["client_accuracy_pooled"], loop.accuracy()
         largest = max(largest, abs(ours - theirs))
         print(
-            f"round {number + 1}: {ours:.4f} here, {theirs:.4f} in PyTorch", flush=True
+            f"round {number + 1}: {ours:.4f} here, {theirs:.4f} in PyTorch; "
+            f"parameters differ by {loop.distance():.1e} at most",
+            flush=True,
         )
-    print(f"largest difference {largest:.1e}")
+    print(f"largest difference of accuracies {largest:.1e}")
 
 
 if __name__ == "__main__":
