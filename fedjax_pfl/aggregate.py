@@ -11,10 +11,11 @@ from fedjax_pfl.rows import exchange
 
 
 def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Array:
-    """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows (f64 with x64).
+    """Aggregation weights f32[C] that sum to 1 and are 0 on padding rows.
 
     `kind` is `examples` (proportional to the clients' train examples, `num_examples`
     int32[C]) or `uniform`, else a ValueError. `row_mask` bool[C] is True on real rows.
+    With JAX_ENABLE_X64=1 they are f64[C].
     """
     if kind not in ("examples", "uniform"):
         raise ValueError(f"weights: got {kind!r}, expected 'examples' or 'uniform'")
