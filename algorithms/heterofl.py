@@ -125,63 +125,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         key, found = rng.stream(state.key, "static_norm", state.round), {}
         for number, net in reversed(list(enumerate(nets, start=1))):
             own = widths.narrowed(state.server, shape_at[number - 1])
-            stats = static_stats(net, own, data, key)
+            stats = static_stats(hparams, net, own, data, key)
             found[f"exit{number}"] = net, own._replace(stats=stats)
         return {"global": found[f"exit{len(nets)}"]} | found
-
-    def static_stats(
-        net: types.Model, own: fp.Variables, data: fp.Data, key: jax.Array
-    ) -> types.Stats:
-        """sBN: batch statistics over the clients' train rows, in train mode."""
-        rows, size = levels.eligible_rows(hparams, data.partition.train)
-        if hparams.static_examples:
-            # Evenly spread, because rows are in the clients' order.
-            wanted = min(hparams.static_examples, len(rows))
-            spread = jnp.arange(wanted) * (size / jnp.minimum(size, wanted))
-            size = jnp.minimum(size, wanted)
-            rows = rows[spread.astype(jnp.int32)]
-        num_batches = -(-size // hparams.batch_size)
-        if hparams.static_norm == "average":
-            # A norm of single values has no statistics in a last batch of one row.
-            num_batches -= (size > 1) & (size % hparams.batch_size == 1)
-        batches = stacked.in_batches(rows, hparams.batch_size)
-        nothing = jax.tree.map(jnp.zeros_like, own.stats)
-
-        def of_batch(before: types.Stats, index: jax.Array) -> types.Stats:
-            image, _ = data.gather(batches[index])
-            return statistics(before, image, batches[index])
-
-        def momentum() -> types.Stats:
-            """The part of a batch in new statistics: 1 less their slope in the old."""
-            ones = jax.tree.map(jnp.ones_like, nothing)
-            _, kept = jax.jvp(lambda old: of_batch(old, 0), (nothing,), (ones,))
-            # Without digits that are noise. What does not move stays 0.
-            return jax.tree.map(
-                lambda one: jnp.maximum(jnp.round(1 - one, 6), 1e-6), kept
-            )
-
-        def average(index: jax.Array, stats: types.Stats) -> types.Stats:
-            # From nothing, a batch's statistics come back times the momentum.
-            new = of_batch(nothing, index)
-            return jax.tree.map(
-                lambda s, n, m: s + n / (m * num_batches), stats, new, moved
-            )
-
-        def moving_average(index: jax.Array, stats: types.Stats) -> types.Stats:
-            place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
-            image, *_ = data.train_batch(batches[index], place, key)
-            return statistics(stats, image, batches[index])
-
-        def statistics(
-            before: types.Stats, image: jax.Array, rows: jax.Array
-        ) -> types.Stats:
-            mode = {"sample_mask": rows >= 0, "train": True}
-            return net.forward(own.params, before, image, **mode)[1]
-
-        if hparams.static_norm == "average":
-            moved = momentum()
-            return jax.lax.fori_loop(0, num_batches, average, nothing)
-        return jax.lax.fori_loop(0, num_batches, moving_average, own.stats)
 
     # The loss of all widths takes each at its own size.
     among_zeros = slices.is_among_zeros and not hparams.all_widths
@@ -189,3 +135,55 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     return levels.make(
         hparams, task, nets[-1], part, client_update, own=classes, server=server
     )
+
+
+def static_stats(
+    hparams: HParams, net: types.Model, own: fp.Variables, data: fp.Data, key: jax.Array
+) -> types.Stats:
+    """sBN: batch statistics over the clients' train rows, in train mode."""
+    rows, size = levels.eligible_rows(hparams, data.partition.train)
+    if hparams.static_examples:
+        # Evenly spread, because rows are in the clients' order.
+        wanted = min(hparams.static_examples, len(rows))
+        spread = jnp.arange(wanted) * (size / jnp.minimum(size, wanted))
+        size = jnp.minimum(size, wanted)
+        rows = rows[spread.astype(jnp.int32)]
+    num_batches = -(-size // hparams.batch_size)
+    if hparams.static_norm == "average":
+        # A norm of single values has no statistics in a last batch of one row.
+        num_batches -= (size > 1) & (size % hparams.batch_size == 1)
+    batches = stacked.in_batches(rows, hparams.batch_size)
+    nothing = jax.tree.map(jnp.zeros_like, own.stats)
+
+    def statistics(
+        before: types.Stats, image: jax.Array, rows: jax.Array
+    ) -> types.Stats:
+        mode = {"sample_mask": rows >= 0, "train": True}
+        return net.forward(own.params, before, image, **mode)[1]
+
+    def of_batch(before: types.Stats, index: jax.Array) -> types.Stats:
+        image, _ = data.gather(batches[index])
+        return statistics(before, image, batches[index])
+
+    def moving_average(index: jax.Array, stats: types.Stats) -> types.Stats:
+        place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
+        image, *_ = data.train_batch(batches[index], place, key)
+        return statistics(stats, image, batches[index])
+
+    if hparams.static_norm == "ema":
+        return jax.lax.fori_loop(0, num_batches, moving_average, own.stats)
+
+    # The part of a batch in new statistics is 1 less their slope in the old.
+    ones = jax.tree.map(jnp.ones_like, nothing)
+    _, kept = jax.jvp(lambda old: of_batch(old, 0), (nothing,), (ones,))
+    # Without digits that are noise. What does not move stays 0.
+    moved = jax.tree.map(lambda one: jnp.maximum(jnp.round(1 - one, 6), 1e-6), kept)
+
+    def average(index: jax.Array, stats: types.Stats) -> types.Stats:
+        # From nothing, a batch's statistics come back times the momentum.
+        new = of_batch(nothing, index)
+        return jax.tree.map(
+            lambda s, n, m: s + n / (m * num_batches), stats, new, moved
+        )
+
+    return jax.lax.fori_loop(0, num_batches, average, nothing)

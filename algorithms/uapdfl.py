@@ -248,7 +248,7 @@ def _messages(task: fp.Task, cut: int) -> tuple[fp.MessageKind, ...]:
 
 
 def _check(hparams: HParams, task: fp.Task) -> None:
-    """Refuses more tracked clients than there are."""
+    """Refuses other numbers of tracked clients, and rows that no one device has."""
     pairs, most = hparams.track_pairs, task.num_clients
     if pairs == 1 or pairs > most:
         raise ValueError(f"--track_pairs={pairs}: expected 0, or 2 to {most} clients")

@@ -301,11 +301,11 @@ def as_columns(given: Any) -> Any:
     if hasattr(given, "with_format") and hasattr(given, "__len__"):
         # Hugging Face; its numpy format rounds floats, and makes pixels of images
         # without a palette.
-        plain, arrays = given.with_format(None), given.with_format("numpy")
+        plain, fast = given.with_format(None), given.with_format("numpy")
         out = {}
         for name, value in (plain[0] if len(plain) else {}).items():
             is_array = np.ndim(_plain(value)) and not _is_image(value)
-            out[name] = (arrays if is_array else plain)[name][:]
+            out[name] = (fast if is_array else plain)[name][:]
         return out
     if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
         return {one.name: one.to_numpy() for one in given.get_columns()}

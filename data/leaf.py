@@ -124,7 +124,13 @@ def femnist(root: pathlib.Path, found: list[pathlib.Path]) -> dataset.Dataset:
     x = np.concatenate([one.x for one in rows])
     y = np.concatenate([one.y for one in rows])
     return dataset.Dataset(
-        *(x, y, len(y), len(CHARACTERS), owned.number, CHARACTERS, owned.names),
+        image=x,
+        label=y,
+        num_train=len(y),
+        num_classes=len(CHARACTERS),
+        client=owned.number,
+        classes=CHARACTERS,
+        owners=owned.names,
         notes=_notes(root, found, rows),
     )
 

@@ -243,8 +243,8 @@ def of_clients(
         entries = entry_of[rows]
         counts = jnp.where(entries < end, (test.row >= 0).sum(), 0)
         starts = exchange.behind(jnp.zeros_like(counts), peers)
-        where, batch = (entries, starts, counts), scoring.batch_size
-        sums = _each_entry(group, *where, data, batch, how, scores.Classes())
+        tests, batch = _Tests(entries, starts, counts), scoring.batch_size
+        sums = _each_entry(group, tests, data, batch, how, scores.Classes())
         if not is_split:
             return sums["right"]
         every = jnp.zeros(num_rows, jnp.int32).at[rows].set(sums["right"], mode="drop")
@@ -274,9 +274,11 @@ def of_clients(
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             starts = jnp.take(start, rows, mode="clip")
             counts = jnp.take(count, rows, mode="fill", fill_value=0)
-            batch = scoring.own_batch_size
-            where = entry_of[rows], starts, counts
-            found = _each_entry(group, *where, data, batch, how, score)
+            tests, batch = (
+                _Tests(entry_of[rows], starts, counts),
+                scoring.own_batch_size,
+            )
+            found = _each_entry(group, tests, data, batch, how, score)
             if own is None:
                 own = stacked.blank(found, num_rows)
             own = jax.tree.map(
@@ -354,10 +356,10 @@ def of_adapted(
         plan = members.plans["adapt"]
         steps = jnp.where(measured & (count > 0), plan.num_steps, 0)
         mine = members.replace(plans={"adapt": plan.replace(num_steps=steps)})
-        where = entries, start, jnp.where(measured, count, 0)
+        tests = _Tests(entries, start, jnp.where(measured, count, 0))
         score, batch = scoring.score.without_measures, scoring.own_batch_size
         adaptation = Adaptation(algorithm.adapt, state, mine)
-        found = _each_entry(group, *where, data, batch, how, score, adaptation)
+        found = _each_entry(group, tests, data, batch, how, score, adaptation)
         own = found if own is None else jax.tree.map(jnp.add, own, found)
     return {"serving": (own, ()), "known": known}
 
@@ -400,11 +402,22 @@ def _numbers(group: types.Serving, num_rows: int) -> jax.Array:
     return jnp.zeros(num_rows, jnp.int32).at[served_id].set(numbers, mode="drop")
 
 
+class _Tests(NamedTuple):
+    """Models and the test rows that measure each.
+
+    Attributes:
+        entry: int32[A], rows of a group's `own`.
+        start, count: int32[A], its test rows. A count of 0 costs nothing.
+    """
+
+    entry: jax.Array
+    start: jax.Array
+    count: jax.Array
+
+
 def _each_entry(
     group: types.Serving,
-    entries: jax.Array,
-    starts: jax.Array,
-    counts: jax.Array,
+    tests: _Tests,
     data: types.Data,
     batch_size: int,
     how: execution.Execution,
@@ -413,13 +426,11 @@ def _each_entry(
 ) -> Any:
     """The sums [A] of some of a group's models, on test rows for each.
 
-    `entries` int32[A] are rows of `group.own`. `starts` and `counts` int32[A] are the
-    test rows, and a count of 0 costs nothing. Models that do not fill whole chunks are
-    padded. If private rows of a group are shared out, each device has equally many of
-    these entries, in the order of the devices.
-    `adaptation` trains each model before it is measured.
+    Models that do not fill whole chunks are padded. If private rows of a group are
+    shared out, each device has equally many of these entries, in the order of the
+    devices. `adaptation` trains each model before it is measured.
     """
-    size, own, parts, first = entries.shape[0], group.own, 1, 0
+    size, own, parts, first = tests.entry.shape[0], group.own, 1, 0
     if stays := how.shares_rows and group.is_by_row:
         parts = how.num_devices
         own = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), own)
@@ -427,7 +438,7 @@ def _each_entry(
     short = (execution.padded_size(size, how) - size) // parts
 
     # Each device counts entries from the first that it has.
-    entries = (entries.reshape(parts, -1) - first).reshape(-1)
+    entries = (tests.entry.reshape(parts, -1) - first).reshape(-1)
 
     def padded(leaf: jax.Array) -> jax.Array:
         return jnp.pad(leaf.reshape(parts, -1), ((0, 0), (0, short))).reshape(-1)
@@ -463,13 +474,9 @@ def _each_entry(
             found = _answers(group.model, mine, data, rows, score)
             return score.of_batch(found, index * batch_size)
 
-        def step(index: jax.Array, total: Any) -> Any:
-            return jax.tree.map(jnp.add, total, batch(index))
+        return _summed(batch, bound)
 
-        nothing = stacked.zeros(jax.eval_shape(batch, 0))
-        return jax.lax.fori_loop(0, bound, step, nothing)
-
-    rows = padded(entries), padded(starts), padded(counts)
+    rows = padded(entries), padded(tests.start), padded(tests.count)
     num_steps = -(-rows[2] // batch_size)
     member = position = server = most = ()
     if adaptation is not None:
@@ -489,6 +496,16 @@ def _each_entry(
         return leaf.reshape(parts, -1, *sums)[:, : size // parts].reshape(-1, *sums)
 
     return jax.tree.map(without_padding, over(rows, given, num_steps, local=local))
+
+
+def _summed(of_batch: Callable[[Any], Any], bound: jax.Array) -> Any:
+    """The sum of the pytrees `of_batch(index)` of `bound` batches."""
+
+    def step(index: jax.Array, total: Any) -> Any:
+        return jax.tree.map(jnp.add, total, of_batch(index))
+
+    nothing = stacked.zeros(jax.eval_shape(of_batch, 0))
+    return jax.lax.fori_loop(0, bound, step, nothing)
 
 
 def joined(

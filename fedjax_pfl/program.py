@@ -306,6 +306,47 @@ def forget() -> None:
     _jitted.cache_clear()
 
 
+def _all_rounds(
+    algorithm: types.Algorithm,
+    state: types.RoundState,
+    cohorts: types.Cohort,
+    first: jax.Array,
+    num_rounds: jax.Array,
+    data: types.Data,
+) -> tuple[types.RoundState, dict[str, Any], jax.Array, jax.Array, Any]:
+    """`num_rounds` rounds of one variant, from place `first` of a window of W cohorts.
+
+    Returns the state, the last round's metrics, the messages int32[W, kinds], the first
+    round after which something was not finite, 0 = none, and the simulated seconds
+    f32[W], () without a clock.
+    """
+    num_examples = data.partition.train.count
+    # Jitted so that it is traced once, for its shapes and in the loop. The new function
+    # makes jax trace again what a user's object keeps.
+    round = jax.jit(lambda *given: checked_round(algorithm, *given), inline=True)
+
+    def step(index: jax.Array, carry: tuple) -> tuple:
+        state, _, counts, diverged, seconds = carry
+        cohort = cohorts.of_round(index, num_examples)
+        state, metrics, sent = round(state, cohort, data)
+        number = traffic.counted(sent, algorithm.messages, cohort.row_mask)
+        lasted = traffic.lasting(sent, algorithm.messages, cohort)
+        if not isinstance(lasted, tuple):
+            seconds = seconds.at[index].set(lasted)
+        is_new = (diverged == 0) & ~_is_finite(state, metrics, cohort)
+        diverged = jnp.where(is_new, state.round, diverged)
+        return state, metrics, counts.at[index].set(number), diverged, seconds
+
+    # The loop's carry needs the metrics' shapes before the first round.
+    cohort = cohorts.of_round(0, num_examples)
+    metrics = stacked.zeros(jax.eval_shape(round, state, cohort, data)[1])
+    window = len(cohorts.client_id)
+    counts = jnp.zeros((window, len(algorithm.messages)), jnp.int32)
+    seconds = jax.tree.map(jnp.zeros_like, cohorts.deadline)
+    carry = (state, metrics, counts, jnp.zeros((), jnp.int32), seconds)
+    return jax.lax.fori_loop(first, first + num_rounds, step, carry)
+
+
 @functools.lru_cache(maxsize=KEPT_PROGRAMS)
 def _jitted(of: _Structure) -> Program:
     """The jitted functions, in which `build` fills in floats and algorithm."""
@@ -333,34 +374,12 @@ def _jitted(of: _Structure) -> Program:
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
         def one(values, state, cohorts, partition, number):
-            state = state.replace(round=number)
-            method = algorithm(values)
-            tables = data.replace(partition=partition)
-            num_examples = partition.train.count
-            # Jitted so that it is traced once, for its shapes and in the loop. The new
-            # function makes jax trace again what a user's object keeps.
-            round = jax.jit(lambda *given: checked_round(method, *given), inline=True)
-
-            def step(index, carry):
-                state, _, counts, diverged, seconds = carry
-                cohort = cohorts.of_round(index, num_examples)
-                state, metrics, sent = round(state, cohort, tables)
-                number = traffic.counted(sent, method.messages, cohort.row_mask)
-                lasted = traffic.lasting(sent, method.messages, cohort)
-                if not isinstance(lasted, tuple):
-                    seconds = seconds.at[index].set(lasted)
-                is_new = (diverged == 0) & ~_is_finite(state, metrics, cohort)
-                diverged = jnp.where(is_new, state.round, diverged)
-                return state, metrics, counts.at[index].set(number), diverged, seconds
-
-            # The loop's carry needs the metrics' shapes before the first round.
-            cohort = cohorts.of_round(0, num_examples)
-            metrics = stacked.zeros(jax.eval_shape(round, state, cohort, tables)[1])
-            window = len(cohorts.client_id)
-            counts = jnp.zeros((window, len(method.messages)), jnp.int32)
-            seconds = jax.tree.map(jnp.zeros_like, cohorts.deadline)
-            carry = (state, metrics, counts, jnp.zeros((), jnp.int32), seconds)
-            return jax.lax.fori_loop(first, first + num_rounds, step, carry)
+            state, tables = (
+                state.replace(round=number),
+                data.replace(partition=partition),
+            )
+            given = state, cohorts, first, num_rounds, tables
+            return _all_rounds(algorithm(values), *given)
 
         # One number, as otherwise each seed had a learning rate of its own, which a GPU
         # would spread to the shape of all weights in every local step.

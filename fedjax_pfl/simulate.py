@@ -19,7 +19,7 @@ from fedjax_pfl import program as program_lib
 from fedjax_pfl import stacked, types, windows
 from fedjax_pfl.call import Totals, Work
 from fedjax_pfl.evaluations import Evaluations
-from fedjax_pfl.rows import kinds, views
+from fedjax_pfl.rows import choose, views
 from fedjax_pfl.variants import Variants
 from fedjax_pfl.windows import Planner, Window
 
@@ -79,7 +79,7 @@ class Simulation:
         given = data.partition, list(seeds), values, execution
         self.calls = call_lib.made(self.variants, program.vmaps, *given)
         num_clients = data.partition.train.start.shape[1]
-        self.rows = kinds.chosen(num_clients, execution, self.template, rows_in)
+        self.rows = choose.chosen(num_clients, execution, self.template, rows_in)
         specs = program.algorithm.plans
         given = planner, len(seeds), self.calls, specs, execution, self.rows
         self.windows = windows.Windows(*given)

@@ -221,12 +221,12 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
             cure += "...)"
         raise ValueError(f"--{odd[0]} is a flag of none of {', '.join(runs)}{cure}")
     # All get the clients of the first paper whose rules suit all of them.
-    presets = [registry.algorithm(own["algo"]).preset for own in runs.values()]
-    presets = [p for p in dict.fromkeys(presets) if p != "none"] or ["none"]
+    own = [registry.algorithm(one["algo"]).preset for one in runs.values()]
+    names = [name for name in dict.fromkeys(own) if name != "none"] or ["none"]
     if options.get("preset") is not None:
-        presets = [options["preset"]]
+        names = [options["preset"]]
     refused = None
-    for preset in presets:
+    for preset in names:
         try:
             return _built(runs, {**options, "preset": preset})
         except ValueError as error:

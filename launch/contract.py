@@ -5,6 +5,7 @@ which it chooses itself, and prints the rules that hold or the first that does n
 Python it is `contract.check(algo)`.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -57,97 +58,188 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
             f"--{option}={options[option]}: a check writes no file and chooses how "
             "clients are computed; omit it"
         )
-    entry, name = registry.algorithm(algo), registry.algorithm_name(algo)
-    undeclared, plans = set(), set()
+    runs = _Runs(algo, {"rounds": rounds, "eval_every": rounds, "devices": 1} | options)
+    rules = runs.rules()
+    for rule, broken in rules:
+        if found := broken():
+            raise BrokenError(f"{runs.name} breaks: {rule} {found}")
+    return [rule for rule, _ in rules]
 
-    def make(hparams: Any, task: Any, entry: Any = entry) -> Any:
-        made = entry.make(hparams, task)
+
+class _Watched:
+    """An algorithm whose rounds note what they send.
+
+    Attributes:
+        undeclared: The names of sent messages without a declared kind.
+        has_plans: Whether clients train.
+    """
+
+    def __init__(self, algo: Any):
+        self.undeclared: set[str] = set()
+        self.has_plans = False
+        self._algo = algo
+
+    def entry(self, is_filled: bool = False) -> Any:
+        """The entry; `is_filled` masks other and more rows in its batches."""
+        made = registry.algorithm(self._algo)
+        make = functools.partial(self._made, made.make, is_filled)
+        return dataclasses.replace(
+            made, make=make, name=registry.algorithm_name(self._algo)
+        )
+
+    def _made(self, make: Callable, is_filled: bool, hparams: Any, task: Any) -> Any:
+        made = make(hparams, task)
         known = {kind.name for kind in made.messages}
-        plans.update(made.plans)
+        self.has_plans |= bool(made.plans)
 
-        def round(state: Any, cohort: Any, data: Any) -> Any:
-            out = made.round(state, cohort, data)
-            undeclared.update(out[2].keys() - known)
+        def round(*given: Any) -> Any:
+            first = local_training.filled_from(1)
+            with first if is_filled else contextlib.nullcontext():
+                out = made.round(*given)
+            self.undeclared.update(out[2].keys() - known)
             return out
 
         return made._replace(round=round)
 
-    def make_filled(hparams: Any, task: Any) -> Any:
-        made = make(hparams, task)
 
-        def round(*given: Any) -> Any:
-            with local_training.filled_from(1):
-                return made.round(*given)
-
-        return made._replace(round=round)
-
-    options = {"rounds": rounds, "eval_every": rounds, "devices": 1} | options
-    options["algo"] = dataclasses.replace(entry, make=make, name=name)
-    filled = dataclasses.replace(entry, make=make_filled, name=name)
-    if "client_optimizer" in registry.fields_of(options["algo"]):
+def _mild(options: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """Options with which rounding stays small, and up to what numbers then differ."""
+    entry, tolerance = options["algo"], TOLERANCE
+    known = registry.fields_of(entry)
+    out = dict(options)
+    if "client_optimizer" in known:
         # Adam turns rounding errors into steps, for instance of a bias before a norm.
-        options.setdefault("client_optimizer", "sgd")
-    known, tolerance = registry.fields_of(options["algo"]), TOLERANCE
+        out.setdefault("client_optimizer", "sgd")
     if "client_lr" in known:
         # Many steps at a high rate make large differences of them.
-        options.setdefault("client_lr", MILD_LR)
+        out.setdefault("client_lr", MILD_LR)
         usual = known["client_lr"].default
-        tolerance *= min(options["client_lr"] / usual, 1) if usual else 1
+        tolerance *= min(out["client_lr"] / usual, 1) if usual else 1
     if "dataset" not in options and entry.preset == presets.BASE:
         mild = {"model": "mlp", "local_epochs": 1}
-        options = {name: mild[name] for name in mild if name in known} | options
+        out = {name: mild[name] for name in mild if name in known} | out
+    return out, tolerance
 
-    def fresh(**more: Any) -> Experiment:
-        return experiment_lib.experiment(**options | more)
 
-    def run_again() -> Any:
-        """The algorithm, of a file that has run once more."""
-        if not algorithm_file.is_one(algo):
-            return options["algo"]
-        algorithm_file.forget()
-        other = functools.partial(make, entry=registry.algorithm(algo))
-        return dataclasses.replace(entry, make=other, name=name)
+class _Runs:
+    """The runs of a check, whose rules return what to do, "" where they hold."""
 
-    if "clients_per_round" not in options:
-        num_clients = fresh(client_chunk=1).config.num_clients
-        options["clients_per_round"] = min(num_clients, max(3, num_clients // 2))
-    first = fresh(client_chunk=1)
-    first.start()
-    begun = _numbers(first.state.server)
-    _ran(first)
+    def __init__(self, algo: Any, options: dict[str, Any]):
+        self.name = registry.algorithm_name(algo)
+        self._algo, self._watched = algo, _Watched(algo)
+        options = options | {"algo": self._watched.entry()}
+        self._options, self._tolerance = _mild(options)
+        if "clients_per_round" not in options:
+            num_clients = self._fresh(client_chunk=1).config.num_clients
+            few = min(num_clients, max(3, num_clients // 2))
+            self._options["clients_per_round"] = few
+        self._first = self._fresh(client_chunk=1)
+        self._first.start()
+        self._begun = _numbers(self._first.state.server)
+        _ran(self._first)
+        # So many at a time that the last ones are beside padding rows
+        count = self._first.config.clients_per_round
+        uneven = [n for n in (3, *range(2, count)) if n < count and count % n]
+        self._most, self._has_padding = [*uneven, count][0], bool(uneven)
+        if self._first.program.algorithm.is_among_zeros:
+            try:
+                self._fresh(client_chunk=self._most)
+            except models_step.AmongZerosError:  # each client is computed alone
+                self._most, self._has_padding = 1, False
 
-    # So many at a time that the last ones are beside padding rows
-    count = first.config.clients_per_round
-    uneven = next((n for n in (3, *range(2, count)) if n < count and count % n), 0)
-    most = uneven or count
-    if first.program.algorithm.is_among_zeros:
-        try:
-            fresh(client_chunk=most)
-        except models_step.AmongZerosError:  # each client is computed alone
-            most, uneven = 1, 0
+    def rules(self) -> list[tuple[str, Callable[[], str]]]:
+        """The rules that can be tested, the quick ones first."""
+        config, clients = self._first.config, self._first.task.client_models
+        # With several architectures each has its own table, whose slots are not ids.
+        has_absent = config.clients_per_round < config.num_clients and len(clients) == 1
+        has_plans = self._watched.has_plans
+        has_batches = "batch_size" in registry.fields_of(self._options["algo"])
+        where = "Where clients are computed does not matter (padding is not tested)."
+        if self._has_padding:
+            where = (
+                "How many clients are computed together, and where, does not matter."
+            )
+        every = (
+            (True, "Every message has a declared kind.", self._undeclared),
+            (has_absent, "Absent clients keep their private rows.", self._absent),
+            (
+                has_plans and bool(self._begun),
+                "The server's state changes in rounds.",
+                self._stuck,
+            ),
+            (True, "The same seed gives the same bits.", self._random),
+            (
+                True,
+                "A run that was stopped and resumed gives the same bits.",
+                self._forgotten,
+            ),
+            (True, where, self._elsewhere),
+            (
+                has_plans and has_batches,
+                "What fills a batch, and how far, does not matter.",
+                self._padded,
+            ),
+        )
+        return [(rule, broken) for is_testable, rule, broken in every if is_testable]
 
-    def elsewhere() -> str:
+    def _fresh(self, **more: Any) -> Experiment:
+        return experiment_lib.experiment(**self._options | more)
+
+    def _undeclared(self) -> str:
+        names = ", ".join(sorted(self._watched.undeclared))
+        return f"add a MessageKind for {names}" if names else ""
+
+    def _absent(self) -> str:
+        if _absent_stay(self._fresh(client_chunk=1)):
+            return ""
+        return "read and write state.clients at cohort.row only"
+
+    def _stuck(self) -> str:
+        pairs = zip(self._begun, _numbers(self._first.state.server), strict=True)
+        if not all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
+            return ""
+        return (
+            f"after {self._first.config.rounds} rounds it is what it was; return "
+            "here.after(server=new)"
+        )
+
+    def _random(self) -> str:
+        again = self._options["algo"]
+        if algorithm_file.is_one(self._algo):  # a file runs once more
+            algorithm_file.forget()
+            again = self._watched.entry()
+        if not _difference(self._first, _ran(self._fresh(client_chunk=1, algo=again))):
+            return ""
+        return "draw random numbers from client.stream(tag) or rng.stream alone"
+
+    def _forgotten(self) -> str:
+        other = _resumed(lambda: self._fresh(client_chunk=1))
+        if not _difference(self._first, other):
+            return ""
+        return "keep everything that a later round needs in the state"
+
+    def _elsewhere(self) -> str:
         """Runs that compute clients otherwise end within rounding."""
-        ways = {f"{most} clients at a time": (most, 1), "all devices": (1, 0)}
-        for way, (chunk, devices) in ways.items():
-            other = _ran(fresh(client_chunk=chunk, devices=devices))
-            if (by := _difference(first, other)) > tolerance:
+        together = f"{self._most} clients at a time"
+        for way, chunk, devices in ((together, self._most, 1), ("all devices", 1, 0)):
+            other = _ran(self._fresh(client_chunk=chunk, devices=devices))
+            if (by := _difference(self._first, other)) > self._tolerance:
                 return (
-                    f"With {way} a number ends {by:.1e} away, more than {tolerance:g}: "
-                    "a client's function may read its own row only, and means must "
-                    "take cohort.row_mask into account. If a smaller client_lr makes "
-                    "it vanish, it was rounding"
+                    f"With {way} a number ends {by:.1e} away, more than "
+                    f"{self._tolerance:g}: a client's function may read its own row "
+                    "only, and means must take cohort.row_mask into account. If a "
+                    "smaller client_lr makes it vanish, it was rounding"
                 )
         return ""
 
-    def padded() -> str:
+    def _padded(self) -> str:
         """Runs with other and more masked rows in their batches end the same."""
-        size = int(first.data.partition.train.count.max()) // 2 + 1
+        size = int(self._first.data.partition.train.count.max()) // 2 + 1
         one, other = (
-            _ran(fresh(client_chunk=1, batch_size=size, algo=algo))
-            for algo in (options["algo"], filled)
+            _ran(self._fresh(client_chunk=1, batch_size=size, algo=algo))
+            for algo in (self._options["algo"], self._watched.entry(is_filled=True))
         )
-        if (by := _difference(one, other)) <= tolerance:
+        if (by := _difference(one, other)) <= self._tolerance:
             return ""
         return (
             f"With other and twice as many rows a number ends {by:.1e} away: a loss is "
@@ -155,63 +247,16 @@ def check(algo: Any, *, rounds: int = 4, **options: Any) -> list[str]:
             "losses.masked_mean are"
         )
 
-    def stuck() -> str:
-        """The server's state changes in some round."""
-        pairs = zip(begun, _numbers(first.state.server), strict=True)
-        if not all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
-            return ""
-        return f"after {rounds} rounds it is what it was; return here.after(server=new)"
-
-    def equal(other: Experiment, cure: str) -> str:
-        return cure if _difference(first, other) else ""
-
-    gossip = f"add a MessageKind for {', '.join(sorted(undeclared))}"
-    random = "draw random numbers from client.stream(tag) or rng.stream alone"
-    state = "keep everything that a later round needs in the state"
-    # Each check returns what to do, "" if the rule holds.
-    rules: list[tuple[str, Callable[[], str]]] = [
-        ("Every message has a declared kind.", lambda: gossip if undeclared else ""),
-        (
-            "The same seed gives the same bits.",
-            lambda: equal(_ran(fresh(client_chunk=1, algo=run_again())), random),
-        ),
-        (
-            "A run that was stopped and resumed gives the same bits.",
-            lambda: equal(_resumed(lambda: fresh(client_chunk=1), rounds), state),
-        ),
-        (
-            "How many clients are computed together, and where, does not matter."
-            if uneven
-            else "Where clients are computed does not matter (padding is not tested).",
-            elsewhere,
-        ),
-    ]
-    if plans and begun:
-        rules.insert(1, ("The server's state changes in rounds.", stuck))
-    if plans and "batch_size" in known:
-        rules.append(("What fills a batch, and how far, does not matter.", padded))
-    are_some_absent = first.config.clients_per_round < first.config.num_clients
-    # With several architectures each has its own table, whose slots are not ids.
-    if are_some_absent and len(first.task.client_models) == 1:
-        rule = "Absent clients keep their private rows."
-        cure = "read and write state.clients at cohort.row only"
-        absent = (rule, lambda: "" if _absent_stay(fresh(client_chunk=1)) else cure)
-        rules.insert(1, absent)  # before the longer checks
-    for rule, broken in rules:
-        if found := broken():
-            raise BrokenError(f"{name} breaks: {rule} {found}")
-    return [rule for rule, _ in rules]
-
 
 def _ran(experiment: Experiment) -> Experiment:
     experiment.run(progress=False)
     return experiment
 
 
-def _resumed(fresh: Callable[[], Experiment], rounds: int) -> Experiment:
+def _resumed(fresh: Callable[[], Experiment]) -> Experiment:
     """Splits a run between two experiments, as a checkpoint does."""
     before, after = fresh(), fresh()
-    before.run(rounds // 2, progress=False)
+    before.run(before.config.rounds // 2, progress=False)
     arrays, host = before.saved()
     arrays = jax.tree.map(lambda leaf: views.materialised(leaf).copy(), arrays)
     after.load(before.round, arrays, host, before.metrics)

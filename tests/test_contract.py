@@ -201,9 +201,7 @@ def build_experiment(name, dataset, **more):
     known = registry.fields_of(name)
     options = {key: value for key, value in options.items() if key in known}
     settings = given.settled(algo=name, **options)
-    num_levels = options.get("level_mix", "1:1:1").count(":") + 1
-    level_of = 1 + np.arange(settings.config.num_clients, dtype=np.int32) % num_levels
-    return build.Experiment(assemble.assemble(settings, level_of=level_of))
+    return build.Experiment(assemble.assemble(settings))
 
 
 def arrays_of(experiment):

@@ -71,18 +71,10 @@ class Parts(NamedTuple):
     trained_before: Sequence[Any]
 
 
-def assemble(
-    settings: Settings,
-    *,
-    level_of: task_step.LevelOf | None = None,
-    target: str = "",
-) -> Parts:
+def assemble(settings: Settings, *, target: str = "") -> Parts:
     """Assembles the parts of a run from its resolved settings.
 
-    Args:
-        level_of: int[K], the largest level that each client holds, or a function as in
-            `plan.Planner`, None = as the options say.
-        target: A chip for which the run is only compiled, "" = none.
+    `target` is a chip for which the run is only compiled, "" = none.
 
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
@@ -99,14 +91,14 @@ def assemble(
     found = models_step.made(settings, normal)
     _refuse_large(settings, found.clients, target)
     data, of_data = data_step.made(settings, seeds, normal, found)
-    planned = task_step.made(settings, seeds, found, data, level_of)
+    planned = task_step.made(settings, seeds, found, data)
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
     fit.check_points(config.sweep, settings.entry, hparams, points, planned.task)
     # The compiled program takes the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
     task = execution_step.chosen(settings, planned, data, first, len(points), target)
     made, of_others = _program(settings, planned, task, data, first, points)
-    if made.program.algorithm.is_among_zeros and level_of is None:
+    if made.program.algorithm.is_among_zeros:
         models_step.check_slices(settings, normal, found.server, task.execution)
     _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
@@ -204,6 +196,22 @@ def _program(
         with jax.default_matmul_precision(schema.PRECISIONS[config.precision]):
             return program_lib.build(entry.make, hparams, task, scoring, code)
 
+    program = build(task)
+    fit.check_swept(config.sweep, hparams, points, hashed, of_others.get("algo"))
+    _check_options(settings, program.algorithm)
+    if config.eval_moments != "before":
+        hashed(hparams)  # a trace of the round refuses what cannot be measured alone
+    who = clients_step.made(settings, planned, program.algorithm)
+    planner = planned.planner(program.algorithm, how, who)
+    if how.platform == "gpu" and who is None:
+        fixed = _fixed_steps(program.algorithm.plans, planned.num_rows)
+        task = task._replace(fixed_steps=fixed)
+        program = build(task)
+    rows_in = residence.place(config)
+    if rows_in is not None:
+        given = config, entry.shares_rows, task, build, planner, data
+        task, program = residence.with_resident_rows(*given)
+
     def parts_with(
         how: types.Execution,
     ) -> tuple[types.Task, program_lib.Program, plan.Planner]:
@@ -213,12 +221,17 @@ def _program(
     def with_rows(num_rows: int, how: types.Execution) -> program_lib.Program:
         return build(task._replace(num_residents=num_rows, execution=how))
 
-    program = build(task)
-    fit.check_swept(config.sweep, hparams, points, hashed, of_others.get("algo"))
-    if settings.public is not None and program.algorithm.ships_proxy != "unlabelled":
+    changes = None if config.client_chunk or not how.vmaps_runs else parts_with
+    made = Computation(task, program, planner, rows_in, with_rows, changes)
+    return made, of_others
+
+
+def _check_options(settings: Settings, algorithm: types.Algorithm) -> None:
+    """Refuses (ValueError) what an algorithm cannot measure, or has no data for."""
+    config = settings.config
+    if settings.public is not None and algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
-    algorithm = program.algorithm
     if config.eval_moments != "before" and (algorithm.trained or not algorithm.plans):
         why = "measures both already" if algorithm.trained else "trains nothing"
         raise ValueError(
@@ -231,26 +244,11 @@ def _program(
             "models before their training, which --eval_moments=after leaves out; take "
             "both, or --summary=last"
         )
-    if config.eval_moments != "before":
-        hashed(hparams)  # a trace of the round refuses what cannot be measured alone
     if config.unseen_clients and algorithm.peers is not None:
         raise ValueError(
             f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "
             "server that gives a newcomer a model; omit it"
         )
-    who = clients_step.made(settings, planned, program.algorithm)
-    planner = planned.planner(program.algorithm, how, who)
-    if how.platform == "gpu" and who is None:
-        fixed = _fixed_steps(program.algorithm.plans, planned.num_rows)
-        task = task._replace(fixed_steps=fixed)
-        program = build(task)
-    rows_in = residence.place(config)
-    if rows_in is not None:
-        given = config, entry.shares_rows, task, build, planner, data
-        task, program = residence.with_resident_rows(*given)
-    changes = None if config.client_chunk or not how.vmaps_runs else parts_with
-    made = Computation(task, program, planner, rows_in, with_rows, changes)
-    return made, of_others
 
 
 def _fixed_steps(

@@ -46,8 +46,8 @@ def versions() -> str:
     digest = hashlib.sha256()
     traced = fedjax_pfl, models, algorithms, data
     folders = [pathlib.Path(one.__file__).parent for one in traced]
-    files = [path for one in folders for path in sorted(one.rglob("*.py"))]
-    for path in (*files, pathlib.Path(__file__)):
+    modules = [path for one in folders for path in sorted(one.rglob("*.py"))]
+    for path in (*modules, pathlib.Path(__file__)):
         digest.update(path.read_bytes())
     known = [f"{name} {metadata.version(name)}" for name in ("jax", "flax", "optax")]
     return ", ".join([*known, f"code {digest.hexdigest()[:8]}"])

@@ -76,8 +76,13 @@ def made(
             f"--augment={config.augment} changes images, these examples have the shape "
             f"{list(image.shape[1:])}; omit it"
         )
+    mean, scale = normal
     data = types.Data(
-        *(image, label, *normal, stacked),
+        image=image,
+        label=label,
+        mean=mean,
+        scale=scale,
+        partition=stacked,
         augment=config.augment,
         num_words=source.num_classes if source.is_text else 0,
         masked_loss=config.masked_loss,

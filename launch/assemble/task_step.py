@@ -10,8 +10,6 @@ from fedjax_pfl import levels, shapes, types
 from launch.assemble.given import Settings
 from launch.assemble.models_step import Models
 
-LevelOf = np.ndarray | Callable[[int, int, np.ndarray], np.ndarray]
-
 
 class Planned(NamedTuple):
     """A task before its execution is chosen, and what plans its rounds.
@@ -33,21 +31,18 @@ def made(
     seeds: Sequence[int],
     found: Models,
     data: types.Data,
-    level_of: LevelOf | None = None,
 ) -> Planned:
-    """Makes the task of models and data; `level_of` replaces the options' levels."""
+    """Makes the task of models and data."""
     config, hparams = settings.config, settings.hparams
     num_rows = np.asarray(data.partition.train.count)
     group = np.arange(config.num_clients, dtype=np.int32) % len(found.clients)
-    num_levels, eligible = 1, None
+    num_stages = [len(model.stage_names) for model in found.clients]
+    level_of, num_levels = np.array(num_stages, np.int32)[group], 1
+    eligible = ~data.partition.is_unseen
     if isinstance(hparams, levels.Levels):
         num_levels = levels.top(hparams)
-        if level_of is None:
-            level_of, eligible = levels.assigned(hparams, config.num_clients)
-    eligible = ~data.partition.is_unseen & (True if eligible is None else eligible)
-    if level_of is None:
-        num_stages = [len(model.stage_names) for model in found.clients]
-        level_of = np.array(num_stages, np.int32)[group]
+        level_of, able = levels.assigned(hparams, config.num_clients)
+        eligible &= True if able is None else able
     task = types.Task(
         server_model=found.server,
         client_models=found.clients,

@@ -17,7 +17,7 @@ import numpy as np
 
 from data import files, loaders
 from fedjax_pfl import checkpoint
-from fedjax_pfl.rows import kinds
+from fedjax_pfl.rows import hosted
 from launch.config import flagfile, limits, resolve
 from launch.folder import finished, lock, tracking
 from launch.machine import processes
@@ -164,7 +164,7 @@ class Workdir(loop.Listener):
             self._restored, self.records = None, list(host["records"])
             try:
                 self.run.load(round, arrays, host["experiment"], list(self.records))
-            except kinds.UnequalRowsError:
+            except hosted.UnequalRowsError:
                 raise  # the options are wrong, and the checkpoint is not
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise ValueError(
@@ -327,13 +327,13 @@ class Workdir(loop.Listener):
 
     def _restore(self, folder: pathlib.Path, round: int | None = None) -> None:
         """Reads a checkpoint, None = the last, if it is there and fits the rounds."""
-        forms = self.run.saved_templates()
-        self._restored = checkpoint.restore(folder, *forms, round=round)
+        templates = self.run.saved_templates()
+        self._restored = checkpoint.restore(folder, *templates, round=round)
         if self._restored is None:
             return
         (round, _, host), wanted = self._restored, self.run.config.rounds
-        kinds = {"experiment": dict, "records": list, "rounds": int, "window": list}
-        for name, kind in kinds.items():
+        forms = {"experiment": dict, "records": list, "rounds": int, "window": list}
+        for name, kind in forms.items():
             if not isinstance(host.get(name), kind):
                 raise ValueError(
                     f"{self.checkpoints} is damaged: its {name} is no {kind.__name__}"
@@ -501,8 +501,11 @@ class Best(loop.Listener):
 
     def _rounds(self, run: Run) -> set[int]:
         every = range(run.simulation.variants.count)
-        kinds = False, True
-        return {run.best_round(one, is_regular=kind) for one in every for kind in kinds}
+        return {
+            run.best_round(one, is_regular=is_regular)
+            for one in every
+            for is_regular in (False, True)
+        }
 
 
 class Checkpoints(loop.Listener):

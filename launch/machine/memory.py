@@ -15,7 +15,7 @@ import jax
 
 from data import memory
 from fedjax_pfl import shapes, types
-from fedjax_pfl.rows import kinds
+from fedjax_pfl.rows import hosted
 from launch.machine import processes
 from launch.machine import target as targets
 
@@ -82,7 +82,7 @@ def state_bytes(state: types.RoundState, how: types.Execution) -> int:
     return of_clients + copies * shapes.tree_bytes(state.with_private(((), ())))
 
 
-def on_host(options: dict[str, Any], rows: kinds.Hosted, variants: int) -> Need:
+def on_host(options: dict[str, Any], rows: hosted.Hosted, variants: int) -> Need:
     """Computes the memory of clients' rows on this host once all rounds are done."""
     trained = options["rounds"] * options["clients_per_round"]
     trained = min(trained, options["num_clients"])

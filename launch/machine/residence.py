@@ -12,7 +12,7 @@ import numpy as np
 from data import plan
 from fedjax_pfl import program as program_lib
 from fedjax_pfl import shapes, types
-from fedjax_pfl.rows import kinds
+from fedjax_pfl.rows import hosted
 from launch.config import schema
 from launch.machine import processes
 
@@ -91,7 +91,7 @@ def with_resident_rows(
         most = cohort.client_id.size + cohort.peers.size
         if how.shares_rows:
             devices, most = how.num_devices, planner.most_owned
-        count = kinds.num_residents(state, config.num_clients, most, devices) * devices
+        count = hosted.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
         # Of as many rows as clients nothing tells whether each belongs to one.
         tried = count + devices * (count == config.num_clients)
@@ -167,7 +167,7 @@ def bytes_to_share(
     if config.client_state == "device":
         return every
     of_round = every * config.clients_per_round // config.num_clients
-    return min(every, max(kinds.RESIDENT_BYTES, of_round))
+    return min(every, max(hosted.RESIDENT_BYTES, of_round))
 
 
 def _has_keys(leaves: Sequence[Any]) -> bool:

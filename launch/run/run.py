@@ -110,10 +110,15 @@ class Run:
             self.history = history.History((num_variants, *each))
             self.history.check(_evaluations(config, self.window))
         self.simulation = simulate.Simulation(
-            *(program, self.data, self.planner, self.seeds, how, config.rounds),
-            parts.points,
-            made.rows_in,
-            made.with_rows,
+            program=program,
+            data=self.data,
+            planner=self.planner,
+            seeds=self.seeds,
+            execution=how,
+            rounds=config.rounds,
+            points=parts.points,
+            rows_in=made.rows_in,
+            with_rows=made.with_rows,
         )
         options = vars(config) | vars(self.hparams)
         kept = [memory.kept(options, self.simulation.template(), how)]

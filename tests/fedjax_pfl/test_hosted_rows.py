@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_pfl import call as call_lib
 from fedjax_pfl import checkpoint, execution, types
-from fedjax_pfl.rows import kinds, slots, tiled, transfer, views
+from fedjax_pfl.rows import hosted, kinds, slots, tiled, transfer, views
 from fedjax_pfl.rows import store as store_lib
 from tests.fedjax_pfl import small
 
@@ -110,7 +110,7 @@ def test_slots_are_places_among_the_residents(devices, expected):
     ids = cohort.needed
     assert ids.tolist() == [1, 3, 6, 8]
     layout = slots.Layout(NUM_CLIENTS, devices, 5)
-    found = kinds.in_slots(cohort, ids, layout)
+    found = hosted.in_slots(cohort, ids, layout)
     of = dict(zip([6, 1, 3, 8], expected, strict=True))
     if devices == 2:
         of = {6: 0, 8: 1, 1: 5, 3: 6}
@@ -124,7 +124,7 @@ def test_slots_are_places_among_the_residents(devices, expected):
     assert {client: line.tolist().index(client) for client in of} == of
     assert (line == NUM_CLIENTS).sum() == 5 * devices - 4
     # In a block without the cohort all is padding.
-    other = kinds.in_slots(cohort, np.array([0, 2]), layout)
+    other = hosted.in_slots(cohort, np.array([0, 2]), layout)
     assert not other.row_mask.any() and not other.peer_mask.any()
 
 
@@ -184,7 +184,7 @@ def _hosted(num_variants, devices=1):
     )
     state = _state(first, num_variants)
     layout = slots.Layout(NUM_CLIENTS, devices, 4 // devices)
-    made = kinds.Hosted(layout, _how(devices), state)
+    made = hosted.Hosted(layout, _how(devices), state)
     made.begin(_call(num_variants), jax.tree.map(jnp.asarray, state))
     whole = jax.tree.map(lambda leaf: np.repeat(leaf[:, :1], NUM_CLIENTS, 1), first)
     return made, _state(whole, num_variants)

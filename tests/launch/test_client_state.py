@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data import plan
-from fedjax_pfl.rows import kinds, transfer
+from fedjax_pfl.rows import hosted, transfer
 from launch import build, contract
 from launch.machine import memory
 from tests import vectors
@@ -31,7 +31,7 @@ def _vectors():
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch):
     """The device holds the rows of one round, so that windows and blocks are short."""
-    monkeypatch.setattr(kinds, "RESIDENT_BYTES", 1)
+    monkeypatch.setattr(hosted, "RESIDENT_BYTES", 1)
 
 
 def made(vectors, where, **options):
@@ -215,7 +215,7 @@ def test_all_rows_fit(vectors, monkeypatch):
     options = {"algo": "uapdfl", "num_peers": 2, "track_pairs": 3, "eval_sample": 7}
     here = made(vectors, "device", **options)
     here.run(progress=False)
-    monkeypatch.setattr(kinds, "RESIDENT_BYTES", 1 << 28)
+    monkeypatch.setattr(hosted, "RESIDENT_BYTES", 1 << 28)
     there = made(vectors, "host", **options)
     there.run(progress=False)
     assert untimed(here) == untimed(there)
@@ -238,7 +238,7 @@ def test_loaded_after_rows_were_read_ahead(vectors):
 
 
 def test_many_rows_are_hashed_where_they_have_trained(vectors, monkeypatch):
-    monkeypatch.setattr(kinds, "HASHED_BYTES", 0)
+    monkeypatch.setattr(hosted, "HASHED_BYTES", 0)
     found = set()
     for seed in (0, 0, 1):
         simulation = made(vectors, "host", algo="pfedsd", seed=seed).simulation

@@ -80,7 +80,7 @@ def test_it_is_halved(unequal, limited, capsys):
 @pytest.mark.parametrize("client_state", ["device", "host"])
 def test_an_evaluation_fits_too(unequal, limited, client_state, monkeypatch):
     """The model that each client has is measured in chunks as well."""
-    monkeypatch.setattr("fedjax_pfl.rows.kinds.RESIDENT_BYTES", 1)
+    monkeypatch.setattr("fedjax_pfl.rows.hosted.RESIDENT_BYTES", 1)
     given = {"algo": "local", "client_state": client_state}
     made = make(unequal, **given)
     needed = {
@@ -119,7 +119,7 @@ def test_what_halving_does_not_help(unequal, limited, monkeypatch):
 
 def test_rows_of_a_round_are_there_while_others_are_measured(unequal, monkeypatch):
     """Where an evaluation goes by blocks of rows."""
-    monkeypatch.setattr("fedjax_pfl.rows.kinds.RESIDENT_BYTES", 1)
+    monkeypatch.setattr("fedjax_pfl.rows.hosted.RESIDENT_BYTES", 1)
     given = {"algo": "local", "client_chunk": 2}
     here, there = (make(unequal, client_state=s, **given) for s in ("device", "host"))
     extra = [

@@ -33,9 +33,9 @@ OPTIONS = {
 MAIN = ["-m", "launch.main"]
 FEW_ROWS = """
 import sys
-from fedjax_pfl.rows import kinds
+from fedjax_pfl.rows import hosted
 from launch import main
-kinds.RESIDENT_BYTES = 1
+hosted.RESIDENT_BYTES = 1
 main.main(["main", *sys.argv[1:]])
 """
 
