@@ -122,15 +122,10 @@ class Loop:
     def round(self, number: int) -> None:
         """One round: each client trains, then the mean of the shared arrays."""
         total, weights = [0.0] * self.num_shared, 0
-        loss_fn = self.torch.nn.functional.cross_entropy
         for one in loops.planned(self.experiment, number, number + 1)[0, number]:
             self._load(one.client)
-            tx = self.optimizer(self.net.parameters())
-            for rows in one.rows:
-                chosen = self.torch.tensor(rows[rows >= 0].astype(np.int64))
-                tx.zero_grad()
-                loss_fn(self.net(self.image[chosen]), self.label[chosen]).backward()
-                tx.step()
+            given = self.net, self.optimizer, one.rows, (self.image, self.label)
+            loops.torch_steps(self.torch, *given)
             trained = [one.detach().clone() for one in self.net.parameters()]
             self.heads[one.client] = trained[self.num_shared :]
             shared = trained[: self.num_shared]

@@ -220,23 +220,37 @@ def torch_round(
     labels) of the data set, and `optimizer` makes a client's optimizer from its
     parameters.
     """
-    image, label = examples
     state = {k: v.clone() for k, v in server.state_dict().items()}
     total = {k: torch.zeros_like(v) for k, v in state.items()}
     weights = 0
     for one in clients:
         client.load_state_dict(state)
-        tx = optimizer(client.parameters())
-        for rows in one.rows:
-            chosen = torch.from_numpy(rows[rows >= 0]).to(image.device)
-            tx.zero_grad()
-            out = client(image[chosen])
-            torch.nn.functional.cross_entropy(out, label[chosen]).backward()
-            tx.step()
+        torch_steps(torch, client, optimizer, one.rows, examples)
         for name, value in client.state_dict().items():
             total[name] += one.weight * value
         weights += one.weight
     server.load_state_dict({k: v / weights for k, v in total.items()})
+
+
+def torch_steps(
+    torch: Any,
+    net: Any,
+    optimizer: Callable[[Any], Any],
+    batches: Sequence[np.ndarray],
+    examples: tuple[Any, Any],
+) -> None:
+    """Trains a client's module in place, one step for each batch of rows, -1 = none.
+
+    `optimizer` and `examples` are those of `torch_round`.
+    """
+    image, label = examples
+    tx = optimizer(net.parameters())
+    for rows in batches:
+        chosen = torch.from_numpy(rows[rows >= 0]).to(image.device)
+        tx.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(image[chosen]), label[chosen])
+        loss.backward()
+        tx.step()
 
 
 def imported_torch() -> Any:
