@@ -162,10 +162,12 @@ def command(argv: list[str]) -> None:
     with ending.refused():
         given = flags.parse(argv) | {"eval_every": 1, "devices": 1, "workdir": ""}
         torch = loops.imported_torch()
-        experiment = experiment_lib.experiment(**given)
-        check(experiment)
-        experiment.start()
-        if jax.config.jax_enable_x64:
+        is_double = jax.config.jax_enable_x64
+        with jax.enable_x64(False):
+            experiment = experiment_lib.experiment(**given)
+            check(experiment)
+            experiment.start()
+        if is_double:
             in_double(experiment)
         loop = Loop(torch, experiment)
     largest = 0.0

@@ -5,6 +5,7 @@ import re
 import socket
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -243,6 +244,14 @@ def test_workdir_of_another_configuration(
 
 class InterruptedRun(Exception):
     """Stands for a kill."""
+
+
+def test_float64(refused, tmp_path, blobs):
+    """Dropout would drop other units, and some methods' rounds fail to compile."""
+    with jax.enable_x64(True):
+        line = refused(*SMALL, f"--dataset={blobs}", "--workdir=mine")
+    assert "jax_enable_x64 is on" in line and "JAX_ENABLE_X64=0" in line
+    assert not (tmp_path / "mine").exists()
 
 
 def test_workdir_that_is_a_file(refused, tmp_path, blobs):
