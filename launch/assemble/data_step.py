@@ -8,7 +8,7 @@ import numpy as np
 from data import partitions
 from data.partitions import cdkt
 from fedjax_pfl import levels, options, rng, types
-from launch.assemble import model_files, models_step, notes
+from launch.assemble import from_file, models_step, notes
 from launch.assemble.given import Settings
 from launch.config import resolve, schema
 from launch.machine import processes
@@ -178,7 +178,7 @@ def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:
 
 
 def _notes(
-    settings: Settings, known: Sequence[model_files.Known], test_row: np.ndarray
+    settings: Settings, known: Sequence[from_file.Known], test_row: np.ndarray
 ) -> tuple[str, ...]:
     """Lines about owners, the partition, own validation rows, and files of models."""
     config, lines = settings.config, []
@@ -197,6 +197,6 @@ def _notes(
     lines.append(partitions.note(config.partition, settings.identity))
     lines += notes.of_owned_rows(config, settings.source)
     for one in known:
-        seen = model_files.seen(one, settings.source.image, test_row)
+        seen = from_file.note_of_overlap(one, settings.source.image, test_row)
         lines += [*one.notes, seen]
     return tuple(filter(None, lines))

@@ -10,7 +10,7 @@ import numpy as np
 import models
 from fedjax_pfl import levels, types, widths
 from fedjax_pfl import teacher as teacher_lib
-from launch.assemble import computed, fit, model_files
+from launch.assemble import computed, fit, from_file
 from launch.assemble.given import Settings
 from models import mixed, own_checks
 
@@ -32,7 +32,7 @@ class Models(NamedTuple):
     clients: tuple[types.Model, ...]
     teacher: types.Model | None
     taught: types.Variables | tuple[()]
-    known: tuple[model_files.Known, ...]
+    known: tuple[from_file.Known, ...]
     hashes: Mapping[str, str]
     notes: tuple[str, ...]
 
@@ -56,7 +56,7 @@ def made(settings: Settings, normal: Normal) -> Models:
         clients, known = [server], [found]
     teacher, taught = None, ()
     if is_taught(settings):
-        teacher, taught, found = model_files.teacher(settings.hparams, normal, source)
+        teacher, taught, found = from_file.teacher(settings.hparams, normal, source)
         known.append(found)
     if config.precision == "bf16":
         own = settings.own_models
@@ -175,7 +175,7 @@ def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
 
 def _starting(
     settings: Settings, by_name: Mapping[str, types.Model], normal: Normal
-) -> tuple[types.Model, model_files.Known]:
+) -> tuple[types.Model, from_file.Known]:
     """Makes the only model of the run start from the file of `--init_from`."""
     config, source = settings.config, settings.source
     if list(by_name) != [config.model]:
@@ -189,4 +189,4 @@ def _starting(
         kind["level"] = len(by_name[config.model].stage_names)
         of_classes = functools.partial(models.make, config.model, **kind)
     about = by_name[config.model], normal, source, of_classes
-    return model_files.starting(config.init_from, *about)
+    return from_file.starting(config.init_from, *about)

@@ -39,9 +39,9 @@ def write(
         ValueError: the package flatbuffers is missing.
         OSError: it cannot be written.
     """
-    model_files.needed("flatbuffers", SUFFIX)
+    model_files.import_package("flatbuffers", SUFFIX)
     images = jax.ShapeDtypeStruct((*export.symbolic_shape("B"), *shape), dtype)
     about = {"model": name, "classes": classes, "columns": columns}
     logits.__name__ = json.dumps(about)
     program = export.export(jax.jit(logits), platforms=PLATFORMS)(images)
-    return model_files.placed(path, bytes(program.serialize()))
+    return model_files.write_bytes(path, bytes(program.serialize()))
