@@ -46,7 +46,7 @@ def load(path: Any, **given: Any) -> Any:
         >>> folder.cleanup()
     """
     found: pathlib.Path = files.given(path, "load")
-    if protocol.is_study(found):
+    if protocol.is_of_methods(found):
         if given:
             raise ValueError(
                 f"{path} is a study, which takes no {', '.join(given)} here; open it "

@@ -55,7 +55,7 @@ def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
         )
     if is_table and asked.title:
         raise ValueError(_unused("title", asked, "a name that ends in .html"))
-    if len(paths) == 1 and protocol.is_study(paths[0]):
+    if len(paths) == 1 and protocol.is_of_methods(paths[0]):
         methods = protocol.opened(paths[0])
         if is_table and asked.setting:
             raise ValueError(_unused("setting", asked, "a name that ends in .html"))
@@ -74,7 +74,7 @@ def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
                 f"--control={asked.control}: a study's tables name what they compare "
                 "with; omit it"
             )
-        cells = study.Study("", paths[0])
+        cells = study.CellStudy("", paths[0])
         return "\n".join(cells.tables()) if is_table else cells.page(asked.title)
     entries = page.read(paths)
     if is_table:

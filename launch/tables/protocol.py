@@ -20,7 +20,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from data import files
 from fedjax_pfl import json_text, metric_kinds
@@ -55,6 +55,24 @@ FILE = {
     "metrics?": [str],
     str: json_text.NOTHING,
 }
+
+
+class _OfSetting(NamedTuple):
+    """A setting of a study as it is made ready.
+
+    Attributes:
+        options: Those of all its runs.
+        tuned: The values to try by method and option.
+        hashes: Those of data and code by method.
+        runs: Each run's configuration, and whether it has validation rows.
+        notes: Lines about it.
+    """
+
+    options: dict[str, Any]
+    tuned: dict[str, Any]
+    hashes: dict[str, dict[str, str]]
+    runs: list[tuple[schema.Config, bool]]
+    notes: list[str]
 
 
 class Study:
@@ -166,7 +184,10 @@ class Study:
             raise ValueError(f"study: {what}={name}: expected one of {every}")
 
     def _prepared(self) -> Sequence[Any]:
-        """Options, those to tune, and hashes by setting and method; and notes."""
+        """Options, those to tune, and hashes by setting and method; and notes.
+
+        Sets `_body`, what the folder's file says.
+        """
         path = self.folder / STUDY
         if path.is_file():
             held = _held(path)
@@ -179,78 +200,89 @@ class Study:
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
             )
-        of_settings, tuned, hashes, notes, every = {}, {}, {}, [], []
-        for setting, own in self.settings.items():
-            options = self.options | own | {"num_seeds": self.seeds}
-            notes += [
-                f"{name}={options[name]} is of no row, as it is tuned"
-                for name in self.tune
-                if name in options
-            ]
-            chosen = {"summary": summaries.BEST} | options
-            given = chosen if options.get("val_split") else options
-            compared = compare.compare(self._bases, run=False, **given)
-            first = next(iter(compared.values()))
-            has_val = not isinstance(first.data.partition.val, tuple)
-            every += [(made.config, has_val) for made in compared.values()]
-            if self.tune and options.get("summary") == "best":
-                raise ValueError(
-                    "study: summary=best chooses rounds by test rows, which tune must "
-                    "not; omit it, or take best_validation"
-                )
-            if self.tune and not has_val:
-                raise ValueError(
-                    "study: tune chooses by validation rows; give val_split, or your "
-                    "own (docs/data.md#your-own-split)"
-                )
-            cannot = [base for base, made in compared.items() if not made.can_choose]
-            if has_val and given is not chosen and "summary" not in options:
-                # Only the data say that they have validation rows of their own.
-                if not cannot:
-                    compared = compare.compare(self._bases, run=False, **chosen)
-                else:
-                    notes.append(
-                        f"validation rows choose no round, as {', '.join(cannot)} "
-                        "cannot be measured on them; the summary is that of the options"
-                    )
-            notes += compared.notes
-            of_settings[setting], of_rows = dict(compared.options), {}
-            for base, made in compared.items():
-                own = self._bases[base]
-                free = {n: v for n, v in self.tune.items() if n not in own}
-                of_rows[base] = tuning.ways(free, made, own["algo"])
-                odd = [n for n in self.tune if n in own]
-                notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
-            tuned[setting] = of_rows
-            is_owned = has_val and bool(first.data.partition.val.count.any())
-            for row in self.rows:
-                base = row.removesuffix(FINE_TUNED)
-                is_odd = base in cannot or (row != base and not is_owned)
-                if is_odd and any(of_rows[base].values()):
-                    raise ValueError(
-                        f"study: tune: {row} cannot be measured on validation rows "
-                        "that belong to no client; give rows of clients with "
-                        f"partition=natural, or val_split in their place, or omit {row}"
-                    )
-            hashes[setting] = {
-                base: {
-                    "data": one.examples_sha256,
-                    "own": self._files.get(base, one.own_sha256),
-                    "split": one.split_sha256,
-                    "tuned": trials.split_sha256(one),
-                    "files": trials.files_sha256(one),
-                }
-                for base, one in compared.items()
-            }
+        of_settings = {
+            setting: self._of_setting(self.options | own | {"num_seeds": self.seeds})
+            for setting, own in self.settings.items()
+        }
         known = [registry.fields_of(own["algo"]) for own in self._bases.values()]
         for name in self.tune:
             if not any(name in fields for fields in known):
                 raise ValueError(f"study: tune: no method has the option {name}")
-        notes += self._check_metrics(every)
-        prepared = of_settings, tuned, hashes, list(dict.fromkeys(notes))
+        notes = [note for one in of_settings.values() for note in one.notes]
+        notes += self._check_metrics(
+            [run for one in of_settings.values() for run in one.runs]
+        )
+        options, tuned, hashes = (
+            {setting: getattr(one, name) for setting, one in of_settings.items()}
+            for name in ("options", "tuned", "hashes")
+        )
+        prepared = options, tuned, hashes, list(dict.fromkeys(notes))
         self._body = {"study": PACKED, "given": self._given}
         self._body["prepared"] = trials.as_json(prepared)
         return prepared
+
+    def _of_setting(self, options: dict[str, Any]) -> _OfSetting:
+        """Prepares the methods with the options of a setting; ValueError if odd."""
+        notes = [
+            f"{name}={options[name]} is of no row, as it is tuned"
+            for name in self.tune
+            if name in options
+        ]
+        chosen = {"summary": summaries.BEST} | options
+        given = chosen if options.get("val_split") else options
+        compared = compare.compare(self._bases, run=False, **given)
+        val = next(iter(compared.values())).data.partition.val
+        has_val = not isinstance(val, tuple)
+        runs = [(made.config, has_val) for made in compared.values()]
+        if self.tune and options.get("summary") == "best":
+            raise ValueError(
+                "study: summary=best chooses rounds by test rows, which tune must "
+                "not; omit it, or take best_validation"
+            )
+        if self.tune and not has_val:
+            raise ValueError(
+                "study: tune chooses by validation rows; give val_split, or your "
+                "own (docs/data.md#your-own-split)"
+            )
+        cannot = [base for base, made in compared.items() if not made.can_choose]
+        if has_val and given is not chosen and "summary" not in options:
+            # Only the data say that they have validation rows of their own.
+            if not cannot:
+                compared = compare.compare(self._bases, run=False, **chosen)
+            else:
+                notes.append(
+                    f"validation rows choose no round, as {', '.join(cannot)} "
+                    "cannot be measured on them; the summary is that of the options"
+                )
+        notes += compared.notes
+        tuned = {}
+        for base, made in compared.items():
+            own = self._bases[base]
+            free = {n: v for n, v in self.tune.items() if n not in own}
+            tuned[base] = tuning.ways(free, made, own["algo"])
+            odd = [n for n in self.tune if n in own]
+            notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
+        is_owned = has_val and bool(val.count.any())
+        for row in self.rows:
+            base = row.removesuffix(FINE_TUNED)
+            is_odd = base in cannot or (row != base and not is_owned)
+            if is_odd and any(tuned[base].values()):
+                raise ValueError(
+                    f"study: tune: {row} cannot be measured on validation rows "
+                    "that belong to no client; give rows of clients with "
+                    f"partition=natural, or val_split in their place, or omit {row}"
+                )
+        hashes = {
+            base: {
+                "data": one.examples_sha256,
+                "own": self._files.get(base, one.own_sha256),
+                "split": one.split_sha256,
+                "tuned": trials.split_sha256(one),
+                "files": trials.files_sha256(one),
+            }
+            for base, one in compared.items()
+        }
+        return _OfSetting(dict(compared.options), tuned, hashes, runs, notes)
 
     def _begin(self) -> None:
         """Writes what the study is, unless the folder says so already."""
@@ -861,7 +893,7 @@ def read(path: pathlib.Path, folder: Any = "", data_dir: str = "") -> Study:
     return Study(given, folder)
 
 
-def is_study(path: pathlib.Path) -> bool:
+def is_of_methods(path: pathlib.Path) -> bool:
     """Whether a path is the folder of a study of methods, or a zip file of `pack`."""
     if path.is_file() and path.suffix == ".zip":
         return True
