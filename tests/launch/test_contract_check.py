@@ -237,7 +237,7 @@ def test_the_whole_entry_is_checked(options, monkeypatch):
         def make(hparams, task):
             return fedper.make(hparams, task)
 
-    monkeypatch.setattr(contract, "_resumed", lambda fresh, rounds: fresh())
+    monkeypatch.setattr(contract, "_resumed", lambda fresh: fresh())
     monkeypatch.setattr(contract, "_difference", lambda one, other: 0.0)
     monkeypatch.setattr(
         contract, "_absent_stay", lambda made: seen.append(made) or True

@@ -9,6 +9,7 @@ from fedjax_pfl import (
     aggregate,
     boundary,
     each_client,
+    levels,
     local_training,
     losses,
     stacked,
@@ -20,8 +21,8 @@ exits = True
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
-    """Only the common options."""
+class HParams(levels.Levels, local_training.LocalTraining):
+    """The common options and levels."""
 
 
 def make(hparams, task):

@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import aggregate, each_client, local_training, types
+from fedjax_pfl import aggregate, each_client, levels, local_training, types
 from tests.toys import model as toy_model
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
-    """Only the common options."""
+class HParams(levels.Levels, local_training.LocalTraining):
+    """The common options and levels."""
 
 
 def make(hparams, task):
