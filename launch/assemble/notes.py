@@ -34,48 +34,8 @@ def of_options(
     its task, None = unknown.
     """
     out = [*options.conflicts(config, asked), *options.conflicts(hparams, asked)]
-    reasons: dict[str, str] = {}
-    if algorithm is not None:
-        reasons = dict(algorithm.unused)
-        if algorithm.server is None:
-            why = "where no server has a whole model"
-            reasons["eval_train"] = f"with --algo={config.algo}, {why}"
-        if not isinstance(hparams, levels.Levels):
-            reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
-    if (config.eval_sample or 0) >= (config.num_clients or 0) > 0:
-        reasons["eval_sample"] = (
-            f"with --num_clients={config.num_clients}, all of which are measured"
-        )
-    values = vars(config) | vars(hparams)
-    out += [
-        f"--{name}={options.text(values[name])} has no effect {reason}; omit it"
-        for name, reason in reasons.items()
-        if name in asked
-    ]
-    out += [
-        options.without_effect(
-            name, values[name], "sweep", config.sweep, "another sweep"
-        )
-        for name in sweep.points(config.sweep)[0]
-        if name in asked
-    ]
-    for field in dataclasses.fields(hparams):
-        kind = options.metadata(field)["is_in_rounds"]
-        if not kind or options.unmet(field, vars(hparams)):
-            continue
-        value, rounds = getattr(hparams, field.name), config.rounds
-        if value > rounds:
-            apart = "more than"
-        elif value < rounds and kind == "end":
-            apart = "less than"
-        elif value == rounds and kind == "before":
-            apart = "as many as"
-        else:
-            continue
-        out.append(
-            f"--{field.name}={value} is {apart} --rounds={rounds}: "
-            f"{field.metadata['help']}"
-        )
+    out += _without_effect(config, hparams, asked, algorithm)
+    out += _of_rounds(config, hparams)
     if config.init_from and not getattr(hparams, "shared_init", True):
         out.append(
             "--noshared_init has no effect, as all clients begin with the model of "
@@ -110,6 +70,64 @@ def of_options(
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
             "batch.chosen, and is of all unless it uses them"
+        )
+    return out
+
+
+def _without_effect(
+    config: schema.Config,
+    hparams: Any,
+    asked: Collection[str],
+    algorithm: types.Algorithm | None,
+) -> list[str]:
+    """Lines about options that an algorithm, or another option, leaves unused."""
+    reasons: dict[str, str] = {}
+    if algorithm is not None:
+        reasons = dict(algorithm.unused)
+        if algorithm.server is None:
+            why = "where no server has a whole model"
+            reasons["eval_train"] = f"with --algo={config.algo}, {why}"
+        if not isinstance(hparams, levels.Levels):
+            reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
+    if (config.eval_sample or 0) >= (config.num_clients or 0) > 0:
+        reasons["eval_sample"] = (
+            f"with --num_clients={config.num_clients}, all of which are measured"
+        )
+    values = vars(config) | vars(hparams)
+    out = [
+        f"--{name}={options.text(values[name])} has no effect {reason}; omit it"
+        for name, reason in reasons.items()
+        if name in asked
+    ]
+    out += [
+        options.without_effect(
+            name, values[name], "sweep", config.sweep, "another sweep"
+        )
+        for name in sweep.points(config.sweep)[0]
+        if name in asked
+    ]
+    return out
+
+
+def _of_rounds(config: schema.Config, hparams: Any) -> list[str]:
+    """Lines about numbers of rounds that do not suit that of the run."""
+    out = []
+    for field in dataclasses.fields(hparams):
+        kind = options.metadata(field)["is_in_rounds"]
+        if not kind or options.unmet(field, vars(hparams)):
+            continue
+        value, rounds = getattr(hparams, field.name), config.rounds
+        if value > rounds:
+            apart = "more than"
+        elif value < rounds and kind == "end":
+            apart = "less than"
+        elif value == rounds and kind == "before":
+            apart = "as many as"
+        else:
+            continue
+        out.append(
+            f"--{field.name}={value} is {apart} --rounds={rounds}: "
+            f"{field.metadata['help']}"
         )
     return out
 
