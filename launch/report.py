@@ -74,7 +74,7 @@ def _text(paths: Sequence[pathlib.Path], asked: Options) -> str:
                 f"--control={asked.control}: a study's tables name what they compare "
                 "with; omit it"
             )
-        cells = study.CellStudy("", paths[0])
+        cells = study.Study("", paths[0])
         return "\n".join(cells.tables()) if is_table else cells.page(asked.title)
     entries = page.read(paths)
     if is_table:

@@ -106,7 +106,7 @@ def command(argv: list[str]) -> None:
                 f"give one study, {', '.join(cells.studies())}, or --table=FILE with "
                 "methods of yours (docs/studies.md)"
             )
-        found = study.CellStudy(words[0], asked.folder, asked.part, asked.target)
+        found = study.Study(words[0], asked.folder, asked.part, asked.target)
     left, every = found.left(), found.wanted
     computed = found.computed(left)
     if asked.dry_run:

@@ -24,7 +24,7 @@ ESTIMATE_SECONDS = 15
 REPORT = "report.html"
 
 
-class CellStudy:
+class Study:
     """A study with its folder; `wanted` are its requested cells and their estimates."""
 
     def __init__(

@@ -138,7 +138,7 @@ def test_other_settings_run_again(toy, made):
     assert [one["options"]["num_clients"] for one in made] == [12, 12, 16, 12]
     assert len(list(toy.glob("*/*.json"))) == 4
     # A page of a folder needs no name.
-    found = study_lib.CellStudy("", toy)
+    found = study_lib.Study("", toy)
     assert found.name == "toy" and not found.left()
 
 
@@ -387,7 +387,7 @@ def test_an_estimate_leaves_the_chip_alone(toy, monkeypatch):
         child, "start", lambda *start, is_leader: given.append(start[2])
     )
     monkeypatch.setattr(child, "ended", lambda one: {})
-    study = study_lib.CellStudy("toy")
+    study = study_lib.Study("toy")
     for cell in study.wanted[:2]:
         study.made(cell)
     assert given == [None, {"JAX_PLATFORMS": "cpu"}]
