@@ -125,7 +125,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         key, found = rng.stream(state.key, "static_norm", state.round), {}
         for number, net in reversed(list(enumerate(nets, start=1))):
             own = widths.narrowed(state.server, shape_at[number - 1])
-            stats = static_stats(hparams, net, own, data, key)
+            stats = _static_stats(hparams, net, own, data, key)
             found[f"exit{number}"] = net, own._replace(stats=stats)
         return {"global": found[f"exit{len(nets)}"]} | found
 
@@ -137,10 +137,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     )
 
 
-def static_stats(
+def _static_stats(
     hparams: HParams, net: types.Model, own: fp.Variables, data: fp.Data, key: jax.Array
 ) -> types.Stats:
-    """sBN: batch statistics over the clients' train rows, in train mode."""
+    """sBN: batch statistics over the clients' train rows, in train mode.
+
+    `own` are the variables of `net`. The moving average draws augmentations by `key`.
+    """
     rows, size = levels.eligible_rows(hparams, data.partition.train)
     if hparams.static_examples:
         # Evenly spread, because rows are in the clients' order.

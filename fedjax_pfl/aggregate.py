@@ -15,7 +15,6 @@ def weights(kind: str, num_examples: jax.Array, row_mask: jax.Array) -> jax.Arra
 
     `kind` is `examples` (proportional to the clients' train examples, `num_examples`
     int32[C]) or `uniform`, else a ValueError. `row_mask` bool[C] is True on real rows.
-    With JAX_ENABLE_X64=1 they are f64[C].
     """
     if kind not in ("examples", "uniform"):
         raise ValueError(f"weights: got {kind!r}, expected 'examples' or 'uniform'")

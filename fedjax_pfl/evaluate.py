@@ -274,10 +274,8 @@ def of_clients(
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             starts = jnp.take(start, rows, mode="clip")
             counts = jnp.take(count, rows, mode="fill", fill_value=0)
-            tests, batch = (
-                _Tests(entry_of[rows], starts, counts),
-                scoring.own_batch_size,
-            )
+            tests = _Tests(entry_of[rows], starts, counts)
+            batch = scoring.own_batch_size
             found = _each_entry(group, tests, data, batch, how, score)
             if own is None:
                 own = stacked.blank(found, num_rows)

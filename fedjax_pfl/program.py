@@ -374,10 +374,8 @@ def _jitted(of: _Structure) -> Program:
 
     def rounds(values, state, cohorts, first, num_rounds, data, partition):
         def one(values, state, cohorts, partition, number):
-            state, tables = (
-                state.replace(round=number),
-                data.replace(partition=partition),
-            )
+            state = state.replace(round=number)
+            tables = data.replace(partition=partition)
             given = state, cohorts, first, num_rounds, tables
             return _all_rounds(algorithm(values), *given)
 

@@ -345,7 +345,9 @@ class Data:
         """Raw images [..., *example_shape] in the mean's dtype; tokens as they are."""
         if self.num_words or image.dtype == jnp.int32:
             return image
-        return (image.astype(jnp.result_type(self.mean)) - self.mean) * self.scale
+        return (
+            image.astype(jnp.result_type(self.mean, float)) - self.mean
+        ) * self.scale
 
     def label_counts(self, num_classes: int) -> jax.Array:
         """Train rows of each client and class, f32[K, Y]."""

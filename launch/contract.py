@@ -77,15 +77,17 @@ class _Watched:
     def __init__(self, algo: Any):
         self.undeclared: set[str] = set()
         self.has_plans = False
-        self._algo = algo
+        self._algo = registry.algorithm(algo)
+        self._name = registry.algorithm_name(algo)
 
-    def entry(self, is_filled: bool = False) -> Any:
-        """The entry; `is_filled` masks other and more rows in its batches."""
-        made = registry.algorithm(self._algo)
+    def entry(self, algo: Any = None, is_filled: bool = False) -> Any:
+        """The entry of the algorithm, or of `algo`.
+
+        `is_filled` masks other and more rows in its batches.
+        """
+        made = self._algo if algo is None else registry.algorithm(algo)
         make = functools.partial(self._made, made.make, is_filled)
-        return dataclasses.replace(
-            made, make=make, name=registry.algorithm_name(self._algo)
-        )
+        return dataclasses.replace(made, make=make, name=self._name)
 
     def _made(self, make: Callable, is_filled: bool, hparams: Any, task: Any) -> Any:
         made = make(hparams, task)
@@ -207,7 +209,7 @@ class _Runs:
         again = self._options["algo"]
         if algorithm_file.is_one(self._algo):  # a file runs once more
             algorithm_file.forget()
-            again = self._watched.entry()
+            again = self._watched.entry(self._algo)
         if not _difference(self._first, _ran(self._fresh(client_chunk=1, algo=again))):
             return ""
         return "draw random numbers from client.stream(tag) or rng.stream alone"

@@ -81,9 +81,9 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
     """
     if jax.config.jax_enable_x64:
         raise ValueError(
-            "jax_enable_x64 is on: rounds compute in float32, and with it random "
-            "numbers differ and some methods fail; turn it off, by JAX_ENABLE_X64=0 "
-            "or jax.config.update('jax_enable_x64', False)"
+            "jax_enable_x64 is on: rounds do not compute in float64, and with it "
+            "random numbers differ and some methods fail; turn it off, by "
+            "JAX_ENABLE_X64=0 or jax.config.update('jax_enable_x64', False)"
         )
     config, hparams, source = settings.config, settings.hparams, settings.source
     # jax cannot read programs for another machine back from its cache.

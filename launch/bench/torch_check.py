@@ -6,8 +6,8 @@ PyTorch, start from the same parameters and see the same batches. After each rou
 prints the accuracy of both over the test rows of all clients, and how far the shared
 parameters are apart. The package `torch` must be installed.
 
-In float32 sums in another order make a few answers differ, more in each round. With
-JAX_ENABLE_X64=1 in the environment both compute in float64.
+In float32 sums in another order make a few answers differ. With JAX_ENABLE_X64=1 in the
+environment both compute in float64.
 """
 
 import functools

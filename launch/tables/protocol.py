@@ -57,7 +57,7 @@ FILE = {
 }
 
 
-class _OfSetting(NamedTuple):
+class _Setting(NamedTuple):
     """A setting of a study as it is made ready.
 
     Attributes:
@@ -221,7 +221,7 @@ class Study:
         self._body["prepared"] = trials.as_json(prepared)
         return prepared
 
-    def _of_setting(self, options: dict[str, Any]) -> _OfSetting:
+    def _of_setting(self, options: dict[str, Any]) -> _Setting:
         """Prepares the methods with the options of a setting; ValueError if odd."""
         notes = [
             f"{name}={options[name]} is of no row, as it is tuned"
@@ -282,7 +282,7 @@ class Study:
             }
             for base, one in compared.items()
         }
-        return _OfSetting(dict(compared.options), tuned, hashes, runs, notes)
+        return _Setting(dict(compared.options), tuned, hashes, runs, notes)
 
     def _begin(self) -> None:
         """Writes what the study is, unless the folder says so already."""
