@@ -121,14 +121,14 @@ def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:
     out = []
     for name in ("train", "test", "val"):
         place = np.flatnonzero(rows.split[1] == name)
-        arrays = tuple(
+        chosen = tuple(
             [one[row] for row in place] if isinstance(one, list) else one[place]
             for one in rows.arrays
         )
         is_first = name == "train"
         if is_first and not len(place):
             raise ValueError("there is no row to train on")
-        part = rows._replace(arrays=arrays, split=None, is_of_whole=not is_first)
+        part = rows._replace(arrays=chosen, split=None, is_of_whole=not is_first)
         out.append(part if len(place) else None)
     return tuple(out)
 

@@ -70,6 +70,7 @@ class _Watched:
     """An algorithm whose rounds note what they send.
 
     Attributes:
+        name: That of the algorithm.
         undeclared: The names of sent messages without a declared kind.
         has_plans: Whether clients train.
     """
@@ -78,7 +79,7 @@ class _Watched:
         self.undeclared: set[str] = set()
         self.has_plans = False
         self._algo = registry.algorithm(algo)
-        self._name = registry.algorithm_name(algo)
+        self.name = registry.algorithm_name(algo)
 
     def entry(self, algo: Any = None, is_filled: bool = False) -> Any:
         """The entry of the algorithm, or of `algo`.
@@ -87,7 +88,7 @@ class _Watched:
         """
         made = self._algo if algo is None else registry.algorithm(algo)
         make = functools.partial(self._made, made.make, is_filled)
-        return dataclasses.replace(made, make=make, name=self._name)
+        return dataclasses.replace(made, make=make, name=self.name)
 
     def _made(self, make: Callable, is_filled: bool, hparams: Any, task: Any) -> Any:
         made = make(hparams, task)
@@ -127,8 +128,8 @@ class _Runs:
     """The runs of a check, whose rules return what to do, "" where they hold."""
 
     def __init__(self, algo: Any, options: dict[str, Any]):
-        self.name = registry.algorithm_name(algo)
         self._algo, self._watched = algo, _Watched(algo)
+        self.name = self._watched.name
         options = options | {"algo": self._watched.entry()}
         self._options, self._tolerance = _mild(options)
         if "clients_per_round" not in options:
