@@ -272,7 +272,7 @@ def _difference(one: Experiment, other: Experiment) -> float:
     It is infinite if they do not serve the same clients, or not with finite numbers.
     """
     pairs = [_numbers((e.state.server, e.state.clients)) for e in (one, other)]
-    served = [np.isfinite(e.client_accuracies) for e in (one, other)]
+    served = [np.isfinite(e.kept.arrays) for e in (one, other)]
     if not np.array_equal(*served):
         return np.inf
     return max((_apart(a, b) for a, b in zip(*pairs, strict=True)), default=0.0)

@@ -22,7 +22,6 @@ from data import files
 from fedjax_pfl import json_text
 from launch.config import flagfile
 from launch.machine import devices
-from launch.run import summaries
 from launch.run.run import Run
 
 RUN_FLAGS, METRICS, CLIENTS = flagfile.RUN_FLAGS, "metrics.jsonl", "clients.npz"
@@ -102,7 +101,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
     rounds, best = np.asarray(run.window), {}
-    if run.config.summary in summaries.CHOSEN_BY:
+    if run.chooses_round:
         every = [run.best_rounds(point).values() for point in points]
         of_each = np.array([list(one) for one in every])[..., 0].T
         rounds = np.array([-1])

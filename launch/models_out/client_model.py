@@ -17,7 +17,6 @@ from launch.assemble import model_files
 from launch.config import limits, schema
 from launch.machine import processes
 from launch.models_out import program_file
-from launch.run import summaries
 from launch.run.run import Run
 
 BATCH = 256
@@ -285,15 +284,15 @@ def find(
 
 def _other_round(run: Run, index: int, variant: int) -> str:
     """A line if the summary is of an earlier round than the models, else nothing."""
-    rule = run.config.summary
-    if rule not in summaries.CHOSEN_BY or not run.metrics or not run.is_over:
+    if not (run.chooses_round and run.metrics and run.is_over):
         return ""
     best = run.best_round(variant)
     if best == run.round:
         return ""
     return (
         f"these are models of round {run.round}, and the summary of seed "
-        f"{run.seeds[index]} is that of round {best}, by --summary={rule}; "
+        f"{run.seeds[index]} is that of round {best}, by "
+        f"--summary={run.config.summary}; "
         f"run(until={best}) of a new experiment ends with its models, and where "
         f"--keep_best kept them build.load(..., round={best}) has them"
     )

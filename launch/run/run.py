@@ -39,12 +39,10 @@ class Run:
         simulation: State, round and counters, and methods that advance and evaluate.
         points: The points of a sweep as numbers by name, [{}] without a sweep.
         metrics: A dict per evaluated round and variant, which is a seed at a point.
-        client_accuracies: f64[variants, W, K] with W = max(window, 10), nan if not
-            evaluated, of which `summary_accuracies` has those of the window; with
-            `fine_tune_epochs` f64[variants, W, 2, K], before and after it. All
-            points of the first seed come first, then those of the second, ... If the
-            summary is of a best round, there are that of the rounds in `eval_every`,
-            and the last round's.
+        window: The rounds of the summary, with a best round the last one.
+        kept: The clients' accuracies that a summary may need, by variant: all points of
+            the first seed come first, then those of the second, ... Each is f64[K],
+            with `fine_tune_epochs` f64[2, K], before and after it.
         history: What every evaluation measured of each client, None = not kept.
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
@@ -100,14 +98,17 @@ class Run:
         self.points = [dict(point) for point in parts.points]
         self.metrics: list[dict[str, Any]] = []
         self.evaluation_seconds = 0.0
-        # The shape does not depend on `rounds`, so that a longer run can resume.
         num_variants = len(self.seeds) * len(self.points)
         moments = (2,) if config.fine_tune_epochs else ()
-        slots, each = max(len(self.window), 10), (*moments, config.num_clients)
-        self.client_accuracies = np.full((num_variants, slots, *each), np.nan)
+        shape = num_variants, *moments, config.num_clients
+        self.kept = (
+            history.BestRound(config.eval_every, shape)
+            if self.chooses_round
+            else history.LastRounds(self.window, shape)
+        )
         self.history: history.History | None = None
         if config.client_metrics == "every":
-            self.history = history.History((num_variants, *each))
+            self.history = history.History(shape)
             self.history.check(_evaluations(config, self.window))
         self.simulation = simulate.Simulation(
             program=program,
@@ -303,19 +304,11 @@ class Run:
         self.metrics += records
         if self.history is not None:
             self.history.add([accuracies for _, accuracies in results])
+        best = self._best_of_each()
         for index, (_, accuracies) in enumerate(results):
-            slot = self._slot(index)
-            if accuracies is not None and slot is not None:
-                self.client_accuracies[index, slot] = accuracies
+            if accuracies is not None:
+                self.kept.add(index, self.round, accuracies, best[index])
         return records
-
-    def _slot(self, index: int) -> int | None:
-        """The place of this round in a variant's `client_accuracies`, None = none."""
-        if self.config.summary in summaries.CHOSEN_BY:
-            if self.round % self.config.eval_every:
-                return 1  # the last round, beside the best one before it
-            return 0 if self.best_round(index) == self.round else None
-        return self.window.index(self.round) if self.round in self.window else None
 
     def extend(self, rounds: int) -> Self:
         """Extends the run to a total of `rounds`, keeps its state, and returns itself.
@@ -339,10 +332,8 @@ class Run:
         config = dataclasses.replace(self.config, rounds=rounds)
         if self.history is not None:
             self.history.check(_evaluations(config, window))
-        old, self.window = (self.window, self.client_accuracies), window
-        self.config = config
-        self.client_accuracies = np.full_like(self.client_accuracies, np.nan)
-        self._keep_accuracies(*old)
+        self.config, self.window = config, window
+        self.kept = self.kept.extended(window)
         self.simulation.rounds = rounds
         return self
 
@@ -368,7 +359,7 @@ class Run:
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """The (arrays, host counters) of a checkpoint, valid until the next round."""
         simulation, clock = self.simulation, self.totals.clock
-        arrays = {"state": simulation.saved, "accuracies": self.client_accuracies}
+        arrays = {"state": simulation.saved, "accuracies": self.kept.arrays}
         if self.history is not None:
             arrays["history"] = self.history.stacked
         host = dataclasses.asdict(simulation.totals) | {
@@ -385,7 +376,7 @@ class Run:
 
     def saved_templates(self) -> list[Any]:
         """The shapes of the arrays of `saved`, and other shapes that `load` accepts."""
-        accuracies = {"accuracies": self.client_accuracies}
+        accuracies = {"accuracies": self.kept.arrays}
         if self.history is not None:
             shape = (-1, *self.history.shape)
             accuracies["history"] = jax.ShapeDtypeStruct(shape, np.float64)
@@ -408,7 +399,7 @@ class Run:
         accuracies = views.materialised(arrays["accuracies"])
         if not host.pop("has_last", False):
             accuracies = self._with_last(accuracies)
-        self._keep_accuracies(host.pop("window"), accuracies)
+        self.kept.take(host.pop("window"), accuracies)
         if self.history is not None:
             self.history.arrays = list(views.materialised(arrays["history"]))
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
@@ -427,7 +418,7 @@ class Run:
         Raises ValueError if that is no candidate of this longer run.
         """
         rule, count = self.config.summary, self.simulation.variants.count
-        if rule not in summaries.CHOSEN_BY:
+        if not self.chooses_round:
             return accuracies
         accuracies = np.array(accuracies)
         for index in range(count):
@@ -444,24 +435,20 @@ class Run:
             accuracies[index, 1], accuracies[index, 0] = accuracies[index, 0], np.nan
         return accuracies
 
-    def _keep_accuracies(self, window: Sequence[int], accuracies: np.ndarray) -> None:
-        """Copies the accuracies of rounds in `window` that are in the present one."""
-        if self.config.summary in summaries.CHOSEN_BY:
-            self.client_accuracies[:, :2] = accuracies[:, :2]
-            return
-        for slot, done in enumerate(window):
-            if done in self.window:
-                self.client_accuracies[:, self.window.index(done)] = accuracies[:, slot]
+    @property
+    def chooses_round(self) -> bool:
+        """Whether the summary is of a best round."""
+        return self.config.summary in summaries.CHOSEN_BY
+
+    def _best_of_each(self) -> list[int]:
+        """Each variant's best round so far; the present one if none is chosen."""
+        every = range(self.simulation.variants.count)
+        return [self.best_round(n) if self.chooses_round else self.round for n in every]
 
     @property
     def summary_accuracies(self) -> np.ndarray:
         """The accuracies behind the summary, [variants, window, K] as they are kept."""
-        if self.config.summary not in summaries.CHOSEN_BY:
-            return self.client_accuracies[:, : len(self.window)]
-        every = np.arange(self.simulation.variants.count)
-        best = np.array([self.best_round(index) for index in every])
-        slots = (best % self.config.eval_every > 0).astype(int)
-        return self.client_accuracies[every, slots][:, None]
+        return self.kept.of_summary(self._best_of_each())
 
     def kept_accuracies(self) -> tuple[np.ndarray, np.ndarray]:
         """The evaluations of clients that are kept: those of the summary, or all.
@@ -474,15 +461,14 @@ class Run:
         done = list(dict.fromkeys(record["round"] for record in self.metrics))
         if self.history is not None:
             rounds, found = done, self.history.stacked
-        elif self.config.summary in summaries.CHOSEN_BY:
-            best = [self.best_round(index) for index in range(count)]
+        elif self.chooses_round:
             several = slice(0, min(len(done), 1))
             found = self.summary_accuracies[:, several]
-            return np.array([best])[several], np.moveaxis(found, 1, 0)
+            return np.array([self._best_of_each()])[several], np.moveaxis(found, 1, 0)
         else:
             slots = [slot for slot, one in enumerate(self.window) if one in done]
             rounds = [self.window[slot] for slot in slots]
-            found = np.moveaxis(self.client_accuracies[:, slots], 1, 0)
+            found = np.moveaxis(self.summary_accuracies[:, slots], 1, 0)
         each = np.repeat(np.array(rounds, int)[:, None], count, axis=1)
         return each, found
 
@@ -520,8 +506,8 @@ class Run:
         """
         self.start()
         window, rule = self.window, self.config.summary
-        is_best = rule in summaries.CHOSEN_BY
-        if self.round < self.config.rounds and self.metrics and not is_best:
+        is_early = self.round < self.config.rounds and not self.chooses_round
+        if is_early and self.metrics:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
         in_words = summaries.in_words(rule, window)
@@ -594,9 +580,9 @@ class Run:
 
         Raises ValueError if the summary is of other rounds, or there is no such point.
         """
-        if (rule := self.config.summary) not in summaries.CHOSEN_BY:
-            rules = " or ".join(summaries.CHOSEN_BY)
-            raise ValueError(f"--summary={rule} chooses no round; give {rules}")
+        if not self.chooses_round:
+            given, rules = self.config.summary, " or ".join(summaries.CHOSEN_BY)
+            raise ValueError(f"--summary={given} chooses no round; give {rules}")
         every = [self.variant(seed, point) for seed in self.seeds]
         found = zip(self.seeds, map(self.best_round, every), strict=True)
         return {seed: (round,) for seed, round in found}

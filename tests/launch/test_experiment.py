@@ -269,7 +269,7 @@ def test_predictions(trained, arrays):
         probabilities = trained.predict(client, x[rows])
         np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-5)
         found = trained.evaluate(x[rows], y[rows], client_id=client)
-        assert found["accuracy"] == trained.client_accuracies[0, 0, client]
+        assert found["accuracy"] == trained.kept.arrays[0, 0, client]
         own = probabilities[np.arange(len(rows)), y[rows]]
         assert found["loss"] == pytest.approx(-np.log(own).mean(), rel=1e-4)
 
@@ -509,7 +509,7 @@ def test_interrupt_and_extend(arrays):
     whole = made(arrays, rounds=5).run(progress=False)
     assert found["metrics"] == whole["metrics"]
     assert found["parameters_sha256"] == whole["parameters_sha256"]
-    assert np.isfinite(experiment.client_accuracies[:, 0]).all()
+    assert np.isfinite(experiment.kept.arrays[:, 0]).all()
     for rounds in (4, "9"):
         with pytest.raises(ValueError, match="expected 5 or more"):
             experiment.extend(rounds)

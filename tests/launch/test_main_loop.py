@@ -93,7 +93,7 @@ def results(run):
     return (
         records,
         *totals,
-        run.client_accuracies[:, 0].tolist(),
+        run.kept.arrays[:, 0].tolist(),
         run.simulation.digest(),
     )
 

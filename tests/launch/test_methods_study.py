@@ -836,7 +836,7 @@ def test_comparisons_have_derived_columns():
     compared = build.compare(["local", "fedavg"], progress=False, **OPTIONS)
     frame = compared.summary(control="local")
     mine, base = (
-        np.nanmean(compared[name].client_accuracies[0, :, 0], 0)
+        np.nanmean(compared[name].kept.arrays[0, :, 0], 0)
         for name in ("fedavg", "local")
     )
     assert frame.loc["fedavg", "hurt"] == pytest.approx((mine < base - 1e-9).mean())

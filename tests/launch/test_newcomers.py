@@ -278,7 +278,7 @@ def test_what_is_measured_of_them():
     assert last["client_accuracy"] == pytest.approx(right[~unseen].mean())
     assert last["unseen_accuracy"] == pytest.approx(right[unseen].mean())
     assert last["clients_evaluated"] == 7
-    np.testing.assert_allclose(experiment.client_accuracies[0, 0, 0], right)
+    np.testing.assert_allclose(experiment.kept.arrays[0, 0, 0], right)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def assert_alike(one, other):
     for a, b in zip(one.metrics, other.metrics, strict=True):
         assert a.keys() == b.keys()
         assert all(a[k] == pytest.approx(b[k], abs=1e-5) for k in a if k != "seconds")
-    np.testing.assert_array_equal(one.client_accuracies, other.client_accuracies)
+    np.testing.assert_array_equal(one.kept.arrays, other.kept.arrays)
 
 
 def assert_shared(four, num_gathers=0):
