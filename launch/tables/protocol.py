@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import itertools
 import json
 import math
 import pathlib
@@ -19,67 +17,32 @@ import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from data import files
-from fedjax_pfl import json_text, metric_kinds
-from launch import compare
-from launch.config import algorithm_file, registry, schema, sweep
+from fedjax_pfl import json_text
+from launch.config import algorithm_file, registry
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
 from launch.machine import processes
-from launch.run import summaries
 from launch.show import derived, looks
-from launch.tables import cells, estimates, store, trials, tuning
+from launch.tables import asked, estimates, schedule, store, trials, tuning
 
 if TYPE_CHECKING:
     from launch.show import table
 
-FINE_TUNED = registry.FINE_TUNED
+FILE, FINE_TUNED = asked.FILE, asked.FINE_TUNED
 STUDY, PACKED = store.STUDY, "study of methods"
-_EPOCHS = "fine_tune_epochs"
-_NONE = ("", ".", "..")  # names of no folder
-# A study as a file, see `read`
-_OPTIONS = {"options?": dict, str: json_text.NOTHING}
-FILE = {
-    "study?": str,
-    "rows": {str: _OPTIONS},
-    "values?": {str: _OPTIONS},
-    "common?": _OPTIONS,
-    "tune?": {str: list},
-    "seeds?": int,
-    "tune_seeds?": int,
-    "control?": str,
-    "metrics?": [str],
-    str: json_text.NOTHING,
-}
-
-
-class _Setting(NamedTuple):
-    """A setting of a study as it is made ready.
-
-    Attributes:
-        options: Those of all its runs.
-        tuned: The values to try by method and option.
-        hashes: Those of data and code by method.
-        runs: Each run's configuration, and whether it has validation rows.
-        notes: Lines about it.
-    """
-
-    options: dict[str, Any]
-    tuned: dict[str, Any]
-    hashes: dict[str, dict[str, str]]
-    runs: list[tuple[schema.Config, bool]]
-    notes: list[str]
 
 
 class Study:
     """Methods in one or more settings, see `study`; everything is in `folder`.
 
-    `rows` are the names of the methods, `settings` those of the settings. `failed` has
-    the trials of the last `run()` that could not run.
+    `rows` are the names of the methods, `settings` those of the settings, `asked` is
+    all that was asked for, and `schedule` has the trials. `failed` has those of the
+    last `run()` that could not run.
     """
 
     def __init__(self, given: Mapping[str, Any], folder: Any, is_opened: bool = False):
@@ -88,201 +51,36 @@ class Study:
         With `is_opened` it is what the folder holds. Raises a ValueError of one line if
         an option is wrong or the folder holds something else.
         """
-        self._given = trials.as_json(given)
-        with files.named("study"):
-            json_text.check(self._given, FILE)
-        self.rows = list(given["rows"])
-        self.settings = {
-            name: one.get("options", {})
-            for name, one in (given.get("values") or {"": {}}).items()
-        }
-        self.seeds, self.tune_seeds = given.get("seeds", 1), given.get("tune_seeds", 1)
-        tune = given.get("tune", {})
-        self.tune = {name: list(map(trials.plain, v)) for name, v in tune.items()}
-        self.control = given.get("control", "")
-        self.metrics = list(given.get("metrics", ()))
-        self.options = dict(given.get("common", {}).get("options", {}))
-        self._bases = _bases(given["rows"])
-        algos = [own["algo"] for own in self._bases.values()]
-        self._has_code = not all(map(registry.is_ours, algos))
-        self._files: dict[str, str] = {}  # hashes of files by method
-        for base, own in self._bases.items():
-            # A file is read once, so that all of a study's runs have the same code.
-            if algorithm_file.is_one(own["algo"]) and not is_opened:
-                path, own["algo"] = own["algo"], registry.algorithm(own["algo"])
-                self._files[base] = algorithm_file.digest(path)
-        # (setting, method) pairs, each of which one process runs
-        self._units = list(itertools.product(self.settings, self._bases))
-        self._check()
+        self.asked = asked.Asked(given, reads_files=not is_opened)
+        self.rows, self.control = self.asked.rows, self.asked.control
+        self.settings = self.asked.settings
         self._is_opened, self._temporary = is_opened, None
         if not folder:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
         self.folder, self.failed = pathlib.Path(folder), []
-        self._body: dict[str, Any] = {}
-        self._options, self._tuned, self._hashes, self._asked = self._prepared()
+        self._body, prepared = self._prepared()
+        self.schedule = schedule.Schedule(self.asked, prepared, self.folder)
+        self._noted: list[str] = prepared.notes
         self._told: dict[str, None] = {}  # lines of the last run, in order
         self._records: dict[str, Record] = {}
-        self._choices: dict[tuple[str, str], tuning.Choice] = {}
 
-    def _check(self) -> None:
-        if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
-            raise ValueError(f"study: seeds={odd[0]}: expected 1 or more")
-        self._check_row("control", self.control)
-        for names in (self.settings, self._bases):
-            slugs = {_slug(name): name for name in names}
-            if odd := [name for one, name in slugs.items() if name and one in _NONE]:
-                raise ValueError(f"study: {odd[0]} cannot be the name of a folder")
-            if odd := [one for one in names if one not in slugs.values()]:
-                other = slugs[_slug(odd[0])]
-                raise ValueError(
-                    f"study: {odd[0]} and {other} are one name of a folder; change one"
-                )
-        tuning.check(self.tune)
-        for name, values in self.tune.items():
-            if not values or len(set(map(str, values))) < len(values):
-                raise ValueError(f"study: tune: {name}: expected different values")
-        fine_tuned = [row for row in self.rows if row.endswith(FINE_TUNED)]
-        for setting, own in self.settings.items():
-            options = self.options | own
-            if fine_tuned and not (options.get(_EPOCHS) or _EPOCHS in self.tune):
-                where = f" in {setting}" * bool(setting)
-                raise ValueError(f"study: {fine_tuned[0]}{where} needs {_EPOCHS}")
-            for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
-                if name in options:
-                    raise ValueError(f"study: {name} is decided by the study; omit it")
-
-    def _check_metrics(self, every: Sequence[tuple[schema.Config, bool]]) -> list[str]:
-        """Refuses metrics that no run can have, and names those that look misspelt.
-
-        `every` has each run's configuration, and whether it has validation rows.
-        """
-        validates, is_tuned = metric_kinds.VALIDATION, _EPOCHS in self.tune
-        has_val = any(has for _, has in every)
-        has_unseen = any(one.unseen_clients for one, _ in every)
-        is_adapted = is_tuned or any(one.fine_tune_epochs for one, _ in every)
-        for name in self.metrics:
-            plain = name.removeprefix(validates)
-            of_unseen = plain.startswith("unseen_")
-            is_later = plain.removeprefix("unseen_").startswith("fine_tuned_")
-            needs = {
-                "val_split": name != plain and not has_val,
-                "unseen_clients": of_unseen and not has_unseen,
-                _EPOCHS: is_later and not is_adapted,
-            }
-            if lacking := [option for option in needs if needs[option]]:
-                raise ValueError(f"study: metrics: {name} needs {lacking[0]}")
-        odd = list(filter(None, map(derived.unusual, self.metrics)))
-        if odd and not self._has_code and not any(one.eval_metrics for one, _ in every):
-            raise ValueError(f"study: metrics: {odd[0]}")
-        return odd
-
-    def _check_row(self, what: str, name: str) -> None:
-        """Refuses a name that is no row's; "" is none."""
-        if name and name not in self.rows:
-            every = ", ".join(self.rows)
-            raise ValueError(f"study: {what}={name}: expected one of {every}")
-
-    def _prepared(self) -> Sequence[Any]:
-        """Options, those to tune, and hashes by setting and method; and notes.
-
-        Sets `_body`, what the folder's file says.
-        """
-        path = self.folder / STUDY
+    def _prepared(self) -> tuple[dict[str, Any], asked.Prepared]:
+        """What the folder's file says, or is to say, and the study made ready."""
+        path, asks = self.folder / STUDY, self.asked
         if path.is_file():
             held = _held(path)
-            may_differ = self._has_code or trials.is_of_python(self._given)
-            is_same = held["given"] == self._given and not may_differ
+            may_differ = asks.has_code or trials.is_of_python(asks.given)
+            is_same = held["given"] == asks.given and not may_differ
             if self._is_opened or is_same:
-                self._body = held
-                return held["prepared"]
+                return held, asked.Prepared(*held["prepared"])
         elif store.is_taken(self.folder):
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
             )
-        of_settings = {
-            setting: self._of_setting(self.options | own | {"num_seeds": self.seeds})
-            for setting, own in self.settings.items()
-        }
-        known = [registry.fields_of(own["algo"]) for own in self._bases.values()]
-        for name in self.tune:
-            if not any(name in fields for fields in known):
-                raise ValueError(f"study: tune: no method has the option {name}")
-        notes = [note for one in of_settings.values() for note in one.notes]
-        notes += self._check_metrics(
-            [run for one in of_settings.values() for run in one.runs]
-        )
-        options, tuned, hashes = (
-            {setting: getattr(one, name) for setting, one in of_settings.items()}
-            for name in ("options", "tuned", "hashes")
-        )
-        prepared = options, tuned, hashes, list(dict.fromkeys(notes))
-        self._body = {"study": PACKED, "given": self._given}
-        self._body["prepared"] = trials.as_json(prepared)
-        return prepared
-
-    def _of_setting(self, options: dict[str, Any]) -> _Setting:
-        """Prepares the methods with the options of a setting; ValueError if odd."""
-        notes = [
-            f"{name}={options[name]} is of no row, as it is tuned"
-            for name in self.tune
-            if name in options
-        ]
-        chosen = {"summary": summaries.BEST} | options
-        given = chosen if options.get("val_split") else options
-        compared = compare.compare(self._bases, run=False, **given)
-        val = next(iter(compared.values())).data.partition.val
-        has_val = not isinstance(val, tuple)
-        runs = [(made.config, has_val) for made in compared.values()]
-        if self.tune and options.get("summary") == "best":
-            raise ValueError(
-                "study: summary=best chooses rounds by test rows, which tune must "
-                "not; omit it, or take best_validation"
-            )
-        if self.tune and not has_val:
-            raise ValueError(
-                "study: tune chooses by validation rows; give val_split, or your "
-                "own (docs/data.md#your-own-split)"
-            )
-        cannot = [base for base, made in compared.items() if not made.can_choose]
-        if has_val and given is not chosen and "summary" not in options:
-            # Only the data say that they have validation rows of their own.
-            if not cannot:
-                compared = compare.compare(self._bases, run=False, **chosen)
-            else:
-                notes.append(
-                    f"validation rows choose no round, as {', '.join(cannot)} "
-                    "cannot be measured on them; the summary is that of the options"
-                )
-        notes += compared.notes
-        tuned = {}
-        for base, made in compared.items():
-            own = self._bases[base]
-            free = {n: v for n, v in self.tune.items() if n not in own}
-            tuned[base] = tuning.ways(free, made, own["algo"])
-            odd = [n for n in self.tune if n in own]
-            notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
-        is_owned = has_val and bool(val.count.any())
-        for row in self.rows:
-            base = row.removesuffix(FINE_TUNED)
-            is_odd = base in cannot or (row != base and not is_owned)
-            if is_odd and any(tuned[base].values()):
-                raise ValueError(
-                    f"study: tune: {row} cannot be measured on validation rows "
-                    "that belong to no client; give rows of clients with "
-                    f"partition=natural, or val_split in their place, or omit {row}"
-                )
-        hashes = {
-            base: {
-                "data": one.examples_sha256,
-                "own": self._files.get(base, one.own_sha256),
-                "split": one.split_sha256,
-                "tuned": trials.split_sha256(one),
-                "files": trials.files_sha256(one),
-            }
-            for base, one in compared.items()
-        }
-        return _Setting(dict(compared.options), tuned, hashes, runs, notes)
+        prepared = asks.prepared()
+        body = {"study": PACKED, "given": asks.given}
+        return body | {"prepared": trials.as_json(prepared)}, prepared
 
     def _begin(self) -> None:
         """Writes what the study is, unless the folder says so already."""
@@ -291,128 +89,13 @@ class Study:
             self.folder.mkdir(parents=True, exist_ok=True)
             finished.write_text(path, json.dumps(self._body, indent=1) + "\n")
 
-    def _trial(
-        self,
-        setting: str,
-        base: str,
-        label: str,
-        options: Mapping[str, Any],
-        split: str = "split",
-    ) -> trials.Trial:
-        """A run with more options; `label` ends its name, `split` names its hash."""
-        names = [_slug(one) for one in (setting, base) if one]
-        given = {**self._options[setting][base], **options}
-        every = self._hashes[setting][base]
-        # Earlier versions had no hashes of the clients' rows, nor of other files.
-        kept = {one: every[one] for one in ("data", "own", "split") if one in every}
-        hashes = kept | ({"split": every[split]} if split in every else {})
-        hashes |= {"files": every["files"]} if every.get("files") else {}
-        keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
-        return trials.Trial("/".join(names) + label, given, *keys)
-
-    def tuning(self, setting: str, base: str) -> list[trials.Trial]:
-        """The trials that tune a method, [] if there is nothing to tune."""
-        swept, single = (self._tuned[setting][base][kind] for kind in ("sweep", "runs"))
-        if not swept and not single:
-            return []
-        line = sweep.text({name: self.tune[name] for name in swept}) if swept else ""
-        out = []
-        for values in itertools.product(*(self.tune[name] for name in single)):
-            one = dict(zip(single, values, strict=True))
-            label = "".join(f",{n}={v}" for n, v in one.items()).replace("/", "-")
-            more = {"num_seeds": self.tune_seeds, "sweep": line, **one}
-            out.append(self._trial(setting, base, f".tune{label}", more, "tuned"))
-        return out
-
-    def choice(self, setting: str, row: str) -> tuning.Choice | None:
-        """What validation rows chose for a row, None before its trials are finished.
-
-        A row is tuned by the metric that it shows: a method by `val_client_accuracy`
-        (or the first of `summaries.CHOOSING` that it has), its fine-tuned clients by
-        the better of `val_fine_tuned_accuracy` and that. The seeds' mean counts, after
-        each seed's best round, and a point that diverged wins only if all did.
-        """
-        if (setting, row) in self._choices:
-            return self._choices[setting, row]
-        base, points = row.removesuffix(FINE_TUNED), []
-        every = self.tuning(setting, base)
-        for trial in every:
-            if not self.is_finished(trial):
-                return None
-            done = finished.read(self._path(trial))
-            fixed = {n: trial.options[n] for n in self._tuned[setting][base]["runs"]}
-            for part in done.get("sweep", [done]):
-                points.append((fixed | part.get("point", {}), part))
-        found = tuning.Choice({}, is_fine_tuned=row != base)
-        if every:
-            found = tuning.best(points, self.tune, row != base)
-        return self._choices.setdefault((setting, row), found)
-
-    def final(self, setting: str, row: str) -> trials.Trial | None:
-        """The trial with all seeds at the best point, None before that is known."""
-        base, chosen = row.removesuffix(FINE_TUNED), self.choice(setting, row)
-        if chosen is None:
-            return None
-        label = ""
-        if row != base:
-            plain = self.choice(setting, base)
-            label = "" if plain.options == chosen.options else ".ft"
-        return self._trial(setting, base, label, chosen.options)
-
-    def _finals(self, setting: str, base: str) -> list[trials.Trial | None]:
-        """The last trials of a method and of its fine-tuned row, each once."""
-        rows = [r for r in (base, base + FINE_TUNED) if r in self.rows] or [base]
-        found = [self.final(setting, row) for row in rows]
-        return list({one.name if one else "": one for one in found}.values())
-
-    def _path(self, trial: trials.Trial) -> pathlib.Path:
-        return self.folder / "runs" / self._place(trial)
-
-    def _cell(self, trial: trials.Trial) -> pathlib.Path:
-        return self.folder / "cells" / f"{self._place(trial)}.json"
-
-    def _place(self, trial: trials.Trial) -> str:
-        """A trial's name, with a hash if the folder has it for one of other options.
-
-        So a study may grow, for example by values to tune, and keeps what is done. A
-        run that goes on to more rounds stays where it is.
-        """
-        keys = [trial.key] + [trial.before] * (trial.before != trial.key)
-        others = []
-        for key in keys:
-            text = json.dumps(key, sort_keys=True)
-            other = f"{trial.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-            if self._held_cell(other, trial) is not None:
-                return other
-            others.append(other)
-        held = self._held_cell(trial.name, trial)
-        is_free = held is None or any(trials.goes_on(held["key"], key) for key in keys)
-        return trial.name if is_free else others[0]
-
-    def _held_cell(self, place: str, trial: trials.Trial) -> dict[str, Any] | None:
-        path, kind = self.folder / "cells" / f"{place}.json", {"key": dict}
-        held = store.read(path, kind, "run is read again")
-        is_before = held is not None and held["key"] == trial.before
-        return {**held, "key": trial.key} if is_before else held
-
-    def is_finished(self, trial: trials.Trial) -> bool:
-        """Whether a trial is finished, with these options."""
-        done = self._held_cell(self._place(trial), trial)
-        return done is not None and "seconds" in done and done["key"] == trial.key
-
-    def _trials(self) -> Iterator[tuple[str, trials.Trial | None]]:
-        """The name and trial of every run, None before its tuning is finished."""
-        for unit in self._units:
-            for one in [*self.tuning(*unit), *self._finals(*unit)]:
-                yield one.name if one else "/".join(filter(None, unit)), one
-
     def lines(self) -> list[str]:
         """A line for each known trial: finished or to run."""
         out = []
-        for name, trial in self._trials():
+        for name, trial in self.schedule.every():
             state = "after its tuning"
             if trial is not None:
-                state = "finished" if self.is_finished(trial) else "to run"
+                state = "finished" if self.schedule.is_finished(trial) else "to run"
             out.append(f"{name:<60} {state}")
         return out
 
@@ -423,16 +106,16 @@ class Study:
         many runs, as on a CPU, and `early_stop` is not foreseen.
         """
         found = []
-        for setting, base in self._units:
-            first = self.tuning(setting, base)
-            swept = self._tuned[setting][base]["sweep"]
-            points = math.prod(len(self.tune[name]) for name in swept)
-            finals = self._finals(setting, base)
-            variants = [points * self.tune_seeds] * len(first)
-            variants += [self.seeds] * len(finals)
+        for setting, base in self.asked.units:
+            first = self.schedule.tuning(setting, base)
+            swept = self.schedule.tuned(setting, base)["sweep"]
+            points = math.prod(len(self.asked.tune[name]) for name in swept)
+            finals = self.schedule.finals(setting, base)
+            variants = [points * self.asked.tune_seeds] * len(first)
+            variants += [self.asked.seeds] * len(finals)
             known = filter(None, [*first, *finals])
-            done = [one for one in known if self.is_finished(one)]
-            options = self._trial(setting, base, "", {"num_seeds": 1}).options
+            done = [one for one in known if self.schedule.is_finished(one)]
+            options = self.schedule.trial(setting, base, "", {"num_seeds": 1}).options
             name = ", ".join(filter(None, [base, setting]))
             self._need_python(name, options)
             found.append(estimates.of(experiment(**options), name, variants, len(done)))
@@ -470,18 +153,18 @@ class Study:
             )
         self._begin()
         self.failed, self._shows, self._told = [], progress, {}
-        for note in self._asked:
+        for note in self._noted:
             self._say(f"note: {note}", is_warning=True)
-        for setting, base in self._units[index - 1 :: count]:
-            first = self.tuning(setting, base)
+        for setting, base in self.asked.units[index - 1 :: count]:
+            first = self.schedule.tuning(setting, base)
             if not all([self._run(one, progress, cell_timeout) for one in first]):
                 continue
-            for final in self._finals(setting, base):
+            for final in self.schedule.finals(setting, base):
                 self._run(final, progress, cell_timeout)
         for row, setting, chosen in self.choices():
             for name in chosen.edges:
                 where = f" in {setting}" * bool(setting)
-                best, values = chosen.options[name], self.tune[name]
+                best, values = chosen.options[name], self.asked.tune[name]
                 self._say(
                     f"note: {row}{where}: the best {name}, {best}, is at the end of "
                     f"its values {values}; others may be better",
@@ -492,7 +175,7 @@ class Study:
     @property
     def notes(self) -> list[str]:
         """Lines about how options were taken, and what the last `run()` found."""
-        return [*dict.fromkeys([*self._asked, *self._told])]
+        return [*dict.fromkeys([*self._noted, *self._told])]
 
     def _say(self, line: str, is_warning: bool = False) -> None:
         """Shows a line with the progress, or only as a Python warning."""
@@ -505,22 +188,26 @@ class Study:
 
     def choices(self) -> list[tuple[str, str, tuning.Choice]]:
         """(row, setting, choice) of all rows that are tuned so far."""
-        every = [(r, s, self.choice(s, r)) for s in self.settings for r in self.rows]
+        every = [
+            (r, s, self.schedule.choice(s, r)) for s in self.settings for r in self.rows
+        ]
         return [one for one in every if one[2] and one[2].metric]
 
     def _run(self, trial: trials.Trial, progress: bool, cell_timeout: float) -> bool:
         """Runs a trial unless it is finished; returns whether it is finished now."""
-        if self.is_finished(trial):
+        if self.schedule.is_finished(trial):
             return True
-        equal = (one for _, one in self._trials() if one and one.key == trial.key)
+        equal = (
+            one for _, one in self.schedule.every() if one and one.key == trial.key
+        )
         others = (one for one in equal if one.name != trial.name)
-        same = next(filter(self.is_finished, others), None)
+        same = next(filter(self.schedule.is_finished, others), None)
         begin = time.perf_counter()
         try:
             if same is not None:
                 self._copy(same, trial)
             else:
-                self._say(f"{trial.name} -> {self._path(trial)}")
+                self._say(f"{trial.name} -> {self.schedule.path(trial)}")
                 if not self._trained(trial, progress, cell_timeout):
                     return False
         except lock.Held as error:
@@ -531,16 +218,18 @@ class Study:
             self.failed.append(trial.name)
             return False
         seconds = round(time.perf_counter() - begin, 1)
-        store.write(self._cell(trial), {"key": trial.key, "seconds": seconds})
+        self.schedule.write(trial, seconds=seconds)
         return True
 
     def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
         """Copies a finished run, unless another process computes it (`lock.Held`)."""
-        held = lock.Lock(self._path(trial))
+        held = lock.Lock(self.schedule.path(trial))
         held.acquire()
         try:
             given = {"dirs_exist_ok": True, "ignore": shutil.ignore_patterns(lock.NAME)}
-            shutil.copytree(self._path(done), self._path(trial), **given)
+            shutil.copytree(
+                self.schedule.path(done), self.schedule.path(trial), **given
+            )
         finally:
             held.release()
 
@@ -550,16 +239,15 @@ class Study:
         for note in made.notes:
             if note not in self._told:
                 self._say(f"note: {note}")
-        held, begin = self._held_cell(self._place(trial), trial), None
-        if held is None or held["key"] != trial.key:
-            cell, key = self._cell(trial), {"key": trial.key}
-            begin = functools.partial(store.write, cell, key)
+        begin = None
+        if not self.schedule.has_begun(trial):
+            begin = functools.partial(self.schedule.write, trial)
         if not trials.train(made, progress, minutes, begin):
             self._say(f"{trial.name}: its time is over after round {made.round}")
             return False
         if made.config.sweep:
             # Only the choice is read.
-            path = self._path(trial) / finished.CHECKPOINTS
+            path = self.schedule.path(trial) / finished.CHECKPOINTS
             shutil.rmtree(path, ignore_errors=True)
         return True
 
@@ -571,14 +259,14 @@ class Study:
         """
         setting, out = self._setting(setting), {}
         for row in self.rows:
-            final = self.final(setting, row)
-            if final is None or not self.is_finished(final):
+            final = self.schedule.final(setting, row)
+            if final is None or not self.schedule.is_finished(final):
                 out[row] = None
                 continue
             if final.name not in self._records:
-                self._records[final.name] = record.read(self._path(final))
+                self._records[final.name] = record.read(self.schedule.path(final))
             found = self._records[final.name]
-            is_fine_tuned = self.choice(setting, row).is_fine_tuned
+            is_fine_tuned = self.schedule.choice(setting, row).is_fine_tuned
             out[row] = derived.fine_tuned(found) if is_fine_tuned else found
         return out
 
@@ -609,9 +297,9 @@ class Study:
         `build.load`.
         """
         setting = self._setting(setting)
-        self._check_row("row", row)
-        final = self.final(setting, row)
-        if final is None or not self.is_finished(final):
+        self.asked.check_row("row", row)
+        final = self.schedule.final(setting, row)
+        if final is None or not self.schedule.is_finished(final):
             raise ValueError(f"study: {row} is not finished; run() first")
         made = self._experiment(final)
         made.folder.reopen(round)
@@ -632,13 +320,16 @@ class Study:
     def _experiment(self, trial: trials.Trial) -> Experiment:
         """A trial's run with its folder."""
         self._need_python(trial.name, trial.options)
-        given = trial.options | {"workdir": str(self._path(trial)), "resume": True}
+        given = trial.options | {
+            "workdir": str(self.schedule.path(trial)),
+            "resume": True,
+        }
         made = experiment(**given)
         known, changed = trial.key["hashes"], ""
         # Trials that tune are known by the clients of their first seed, and in earlier
         # versions by those of all seeds of the study.
         splits = made.split_sha256, trials.split_sha256(made)
-        is_comparable = "split" in known and made.config.num_seeds == self.seeds
+        is_comparable = "split" in known and made.config.num_seeds == self.asked.seeds
         is_comparable |= trial.key != trial.before
         if made.examples_sha256 != known["data"]:
             changed = "the data"
@@ -669,16 +360,16 @@ class Study:
         from launch.show import table  # imports scipy.stats, which is slow
 
         control = self.control if control is None else control
-        self._check_row("control", control)
+        self.asked.check_row("control", control)
         runs = {setting: self.runs(setting) for setting in self.settings}
-        made = table.made(runs, metrics or self.metrics, control, test, until)
+        made = table.made(runs, metrics or self.asked.metrics, control, test, until)
         lines = [
             f"{row}{f', {setting}' * bool(setting)}: no fine-tuning is better by "
             "validation rows."
             for setting in self.settings
             for row, run in runs[setting].items()
             if run and row.endswith(FINE_TUNED)
-            if not self.choice(setting, row).is_fine_tuned
+            if not self.schedule.choice(setting, row).is_fine_tuned
         ]
         return made._replace(notes=made.notes + lines)
 
@@ -733,7 +424,7 @@ class Study:
         for setting in self.settings:
             if not any(self.runs(setting).values()):
                 continue
-            end = f"-{_slug(setting)}" * bool(setting)
+            end = f"-{asked.slug(setting)}" * bool(setting)
             for kind in ("curves", "ecdf"):
                 out.append(self.folder / f"{kind}{end}.pdf")
                 self.plot(kind, setting=setting).savefig(out[-1])
@@ -773,33 +464,14 @@ class Study:
         )
 
 
-def _slug(name: str) -> str:
-    """A name as that of a file or folder."""
-    return cells.slug(name).replace("/", "-")
-
-
-def _bases(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The methods behind rows, with the options of each."""
-    out: dict[str, dict[str, Any]] = {}
-    for row, one in rows.items():
-        base = row.removesuffix(FINE_TUNED)
-        own = dict(one.get("options", {}))
-        if row != base and own:
-            raise ValueError(
-                f"study: {row} is the fine-tuned clients of {base}; give the options "
-                f"to the row {base}"
-            )
-        if row == base or base not in rows:
-            out[base] = {"algo": base} | own
-    return out
-
-
 def _held(path: pathlib.Path) -> dict[str, Any]:
     """What the folder of a study holds; ValueError if it is another kind or damaged."""
     kinds = {"study": str, "given": FILE, "prepared": list}
     try:
-        return json_text.read(path.read_bytes(), kinds)
-    except (ValueError, OSError) as error:
+        held = json_text.read(path.read_bytes(), kinds)
+        asked.Prepared(*held["prepared"])
+        return held
+    except (ValueError, TypeError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         line = f"{path} is of another study, or damaged: {reason}"
         raise ValueError(line) from error

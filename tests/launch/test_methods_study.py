@@ -144,14 +144,16 @@ def test_validation_rows_of_nobody():
     plain = rows | {"tune": {}, "control": ""}
     found = made(methods=["fedavg", "fedper"], **plain)
     assert len([one for one in found.notes if "no round, as fedper cannot" in one]) == 1
-    assert not any("summary" in one for one in found._options[""].values())
+    assert not any(
+        "summary" in one for one in found.schedule.prepared.options[""].values()
+    )
     found = made(methods=["fedavg"], **plain)
-    assert found._options[""]["fedavg"]["summary"] == "best_validation"
+    assert found.schedule.prepared.options[""]["fedavg"]["summary"] == "best_validation"
 
 
 def test_results_are_runs_at_the_best_point(done):
     """A row is a run of all seeds with the chosen options."""
-    rate = done.choice("", "fedavg").options["client_lr"]
+    rate = done.schedule.choice("", "fedavg").options["client_lr"]
     alone = build.experiment(
         algo="fedavg",
         **OPTIONS | {"client_lr": rate, "num_seeds": 2, "summary": "best_validation"},
@@ -159,7 +161,7 @@ def test_results_are_runs_at_the_best_point(done):
     metrics = alone.run(progress=False)["metrics"]
     frame = done.table(["client_accuracy"]).to_frame()
     assert frame.loc["fedavg"].iloc[0] == metrics["client_accuracy"]["mean"]
-    if done.choice("", "fedavg+ft").is_fine_tuned:
+    if done.schedule.choice("", "fedavg+ft").is_fine_tuned:
         tuned = metrics["fine_tuned_accuracy"]["mean"]
         assert frame.loc["fedavg+ft"].iloc[0] == tuned
 
@@ -302,9 +304,9 @@ def test_options_that_no_sweep_takes(tmp_path):
         tune={"local_epochs": [1, 2], "client_lr": [0.1, 0.3]},
         **OPTIONS | {"rounds": 1},
     )
-    names = [one.name for one in tuned.tuning("", "fedavg")]
+    names = [one.name for one in tuned.schedule.tuning("", "fedavg")]
     assert names == ["fedavg.tune,local_epochs=1", "fedavg.tune,local_epochs=2"]
-    chosen = tuned.run(progress=False).choice("", "fedavg")
+    chosen = tuned.run(progress=False).schedule.choice("", "fedavg")
     assert set(chosen.options) == {"local_epochs", "client_lr"}
 
 
@@ -312,7 +314,7 @@ def test_diverged_points():
     """One that diverged is not chosen, and a result that did is called so."""
     rates = {"tune": {"client_lr": [1e30, 0.1]}, "fine_tune_epochs": 0}
     ran = build.study(["fedavg"], **OPTIONS | rates).run(progress=False)
-    assert ran.choice("", "fedavg").options == {"client_lr": 0.1}
+    assert ran.schedule.choice("", "fedavg").options == {"client_lr": 0.1}
     given = OPTIONS | {"client_lr": 1e30, "fine_tune_epochs": 0}
     ran = build.study(["fedavg"], **given).run(progress=False)
     assert "| FedAvg | diverged |" in ran.table().to_markdown()
@@ -406,10 +408,10 @@ def test_epochs_of_fine_tuning_are_tuned():
     tune = {"fine_tune_epochs": [0, 3]}
     given = OPTIONS | {"fine_tune_epochs": 0, "client_lr": 0.1, "rounds": 1}
     ran = build.study(["fedavg", "fedavg+ft"], tune=tune, **given).run(progress=False)
-    chosen = ran.choice("", "fedavg+ft")
+    chosen = ran.schedule.choice("", "fedavg+ft")
     assert chosen.is_fine_tuned == (chosen.options == {"fine_tune_epochs": 3})
-    assert ran.choice("", "fedavg").options == {"fine_tune_epochs": 0}
-    assert not ran.choice("", "fedavg").edges  # all are as good
+    assert ran.schedule.choice("", "fedavg").options == {"fine_tune_epochs": 0}
+    assert not ran.schedule.choice("", "fedavg").edges  # all are as good
 
 
 def test_a_study_grows_in_its_folder(tmp_path):
@@ -451,7 +453,7 @@ def test_more_seeds_keep_what_was_tuned(tmp_path):
         "fedavg.tune",
     ]
     assert "client_lr=0.5 is of no row, as it is tuned" in ran.notes
-    (tuned,) = ran.tuning("", "fedavg")
+    (tuned,) = ran.schedule.tuning("", "fedavg")
     path = tmp_path / "study" / "cells" / "fedavg.tune.json"
     held = json.loads(path.read_text())
     assert held["key"] == tuned.key != tuned.before
@@ -480,9 +482,8 @@ def test_more_rounds_and_other_options_of_one_study(tmp_path):
     assert [one.name for one in runs.iterdir()] == ["fedavg"]
     other = study(rounds=2, client_lr=0.3).run(progress=False)
     assert not other.failed and len(list(runs.iterdir())) == 2
-    assert build.load(second.run(progress=False).pack(tmp_path / "a.zip")).options == (
-        build.load(tmp_path / "study").options
-    )
+    packed = build.load(second.run(progress=False).pack(tmp_path / "a.zip"))
+    assert packed.asked.given == build.load(tmp_path / "study").asked.given
     (tmp_path / "study" / "cells" / "fedavg.json").unlink()
     again = study(rounds=2, client_lr=0.3)
     assert "finished" in again.lines()[0] and not again.run(progress=False).failed
@@ -639,10 +640,11 @@ def test_metrics_of_some_settings_or_rows():
     """One that has the metric is enough, in whichever order."""
     given = {"metrics": ["unseen_accuracy"], "control": "", "fine_tune_epochs": 0}
     settings = {"all": {}, "new": {"unseen_clients": 1}}
-    assert made(methods=["fedavg"], settings=settings, **given).metrics
+    assert made(methods=["fedavg"], settings=settings, **given).asked.metrics
     own = {"algo": "fedavg"}
     rows = {"a": own, "b": own | {"fine_tune_epochs": 1}}
-    assert made(methods=rows, **given | {"metrics": ["fine_tuned_accuracy"]}).metrics
+    given |= {"metrics": ["fine_tuned_accuracy"]}
+    assert made(methods=rows, **given).asked.metrics
 
 
 def test_metrics_of_methods_are_known():
@@ -1068,7 +1070,7 @@ def choosing(monkeypatch):
 
     def make(read, methods, **given):
         study = made(methods=methods, control="", **given)
-        monkeypatch.setattr(type(study), "is_finished", lambda self, trial: True)
+        monkeypatch.setattr(study.schedule, "is_finished", lambda trial: True)
         monkeypatch.setattr("launch.tables.protocol.finished.read", read)
         return study
 
@@ -1099,8 +1101,8 @@ def test_runs_of_their_own_have_their_options(choosing):
     tune = {"aggregation": ["examples", "uniform"], "client_lr": [0.1, 0.2]}
     study = choosing(read, ["fedavg"], tune=tune)
     wanted = {"aggregation": "uniform", "client_lr": 0.1}
-    assert study.choice("", "fedavg").options == wanted
-    assert study.final("", "fedavg").options.items() >= wanted.items()
+    assert study.schedule.choice("", "fedavg").options == wanted
+    assert study.schedule.final("", "fedavg").options.items() >= wanted.items()
 
 
 def test_a_fine_tuned_row_has_its_own_point(choosing):
@@ -1113,10 +1115,13 @@ def test_a_fine_tuned_row_has_its_own_point(choosing):
         )
 
     study = choosing(read, ["fedavg", "fedavg+ft"], tune={"client_lr": [0.1, 0.2]})
-    rows = {row: study.final("", row) for row in study.rows}
+    rows = {row: study.schedule.final("", row) for row in study.rows}
     rates = [one.options["client_lr"] for one in rows.values()]
     assert rates == [0.1, 0.2] and rows["fedavg+ft"].name == "fedavg.ft"
-    assert [study.choice("", row).is_fine_tuned for row in study.rows] == [False, True]
+    assert [study.schedule.choice("", row).is_fine_tuned for row in study.rows] == [
+        False,
+        True,
+    ]
 
 
 def test_options_of_a_setting_and_a_row_come_before_the_common_ones():
@@ -1125,11 +1130,11 @@ def test_options_of_a_setting_and_a_row_come_before_the_common_ones():
     rows = {"fedavg": {}, "slow": {"algo": "fedavg", "client_lr": 0.01}}
     study = made(methods=rows, **given)
     for setting, rounds in (("few", 1), ("many", 3)):
-        assert [one.options["rounds"] for one in study.tuning(setting, "fedavg")] == [
-            rounds
-        ]
-        assert study.tuning(setting, "slow") == []
-        assert study.final(setting, "slow").options["client_lr"] == 0.01
+        assert [
+            one.options["rounds"] for one in study.schedule.tuning(setting, "fedavg")
+        ] == [rounds]
+        assert study.schedule.tuning(setting, "slow") == []
+        assert study.schedule.final(setting, "slow").options["client_lr"] == 0.01
 
 
 @pytest.mark.parametrize("tuned, shown", [(0.5, "plain"), (0.6, "tuned")])

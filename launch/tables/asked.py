@@ -1,0 +1,274 @@
+"""What a study of methods is asked for, and how it is made ready."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from data import files
+from fedjax_pfl import json_text, metric_kinds
+from launch import compare
+from launch.config import algorithm_file, registry, schema
+from launch.run import summaries
+from launch.show import derived
+from launch.tables import cells, trials, tuning
+
+FINE_TUNED = registry.FINE_TUNED
+_EPOCHS = "fine_tune_epochs"
+_NONE = ("", ".", "..")  # names of no folder
+# A study as a file, see `protocol.read`
+_OPTIONS = {"options?": dict, str: json_text.NOTHING}
+FILE = {
+    "study?": str,
+    "rows": {str: _OPTIONS},
+    "values?": {str: _OPTIONS},
+    "common?": _OPTIONS,
+    "tune?": {str: list},
+    "seeds?": int,
+    "tune_seeds?": int,
+    "control?": str,
+    "metrics?": [str],
+    str: json_text.NOTHING,
+}
+
+
+class Prepared(NamedTuple):
+    """A study as it is made ready, by setting and method.
+
+    Attributes:
+        options: Those of each run.
+        tuned: The options to tune, as in `tuning.ways`.
+        hashes: Those of data and code.
+        notes: Lines about it.
+    """
+
+    options: dict[str, dict[str, Any]]
+    tuned: dict[str, dict[str, dict[str, list[str]]]]
+    hashes: dict[str, dict[str, dict[str, str]]]
+    notes: list[str]
+
+
+class _Setting(NamedTuple):
+    """A setting of a study as it is made ready, by method.
+
+    Attributes:
+        options, tuned, hashes, notes: As in `Prepared`.
+        runs: Each run's configuration, and whether it has validation rows.
+    """
+
+    options: dict[str, Any]
+    tuned: dict[str, Any]
+    hashes: dict[str, dict[str, str]]
+    notes: list[str]
+    runs: list[tuple[schema.Config, bool]]
+
+
+class Asked:
+    """The methods, settings and values of a study.
+
+    Attributes:
+        given: All of it as JSON, with a word for what only Python can give.
+        rows: The names of the rows.
+        methods: The options of each method behind the rows.
+        settings: Those of each setting by name, and `common` those of all runs.
+        tune: The values to try by option.
+        seeds, tune_seeds: Numbers of seeds.
+        control, metrics: Those of its table.
+        has_code: Whether there is a method that is none of ours.
+        units: (setting, method) pairs, each of which one process runs.
+    """
+
+    def __init__(self, given: Mapping[str, Any], reads_files: bool):
+        """Takes it in the form of `FILE`, with objects where Python gave them.
+
+        `reads_files` is whether methods that are files are read. Raises a ValueError of
+        one line if something is wrong by itself.
+        """
+        self.given = trials.as_json(given)
+        with files.named("study"):
+            json_text.check(self.given, FILE)
+        self.rows = list(given["rows"])
+        self.settings = {
+            name: one.get("options", {})
+            for name, one in (given.get("values") or {"": {}}).items()
+        }
+        self.seeds, self.tune_seeds = given.get("seeds", 1), given.get("tune_seeds", 1)
+        tune = given.get("tune", {})
+        self.tune = {name: list(map(trials.plain, v)) for name, v in tune.items()}
+        self.control = given.get("control", "")
+        self.metrics = list(given.get("metrics", ()))
+        self.common = dict(given.get("common", {}).get("options", {}))
+        self.methods = _methods(given["rows"])
+        algos = [own["algo"] for own in self.methods.values()]
+        self.has_code = not all(map(registry.is_ours, algos))
+        self._files: dict[str, str] = {}  # hashes of files by method
+        for base, own in self.methods.items():
+            # A file is read once, so that all of a study's runs have the same code.
+            if algorithm_file.is_one(own["algo"]) and reads_files:
+                path, own["algo"] = own["algo"], registry.algorithm(own["algo"])
+                self._files[base] = algorithm_file.digest(path)
+        self.units = list(itertools.product(self.settings, self.methods))
+        self._check()
+
+    def _check(self) -> None:
+        if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
+            raise ValueError(f"study: seeds={odd[0]}: expected 1 or more")
+        self.check_row("control", self.control)
+        for names in (self.settings, self.methods):
+            slugs = {slug(name): name for name in names}
+            if odd := [name for one, name in slugs.items() if name and one in _NONE]:
+                raise ValueError(f"study: {odd[0]} cannot be the name of a folder")
+            if odd := [one for one in names if one not in slugs.values()]:
+                other = slugs[slug(odd[0])]
+                raise ValueError(
+                    f"study: {odd[0]} and {other} are one name of a folder; change one"
+                )
+        tuning.check(self.tune)
+        for name, values in self.tune.items():
+            if not values or len(set(map(str, values))) < len(values):
+                raise ValueError(f"study: tune: {name}: expected different values")
+        fine_tuned = [row for row in self.rows if row.endswith(FINE_TUNED)]
+        for setting, own in self.settings.items():
+            options = self.common | own
+            if fine_tuned and not (options.get(_EPOCHS) or _EPOCHS in self.tune):
+                where = f" in {setting}" * bool(setting)
+                raise ValueError(f"study: {fine_tuned[0]}{where} needs {_EPOCHS}")
+            for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
+                if name in options:
+                    raise ValueError(f"study: {name} is decided by the study; omit it")
+
+    def check_row(self, what: str, name: str) -> None:
+        """Refuses a name that is no row's; "" is none."""
+        if name and name not in self.rows:
+            every = ", ".join(self.rows)
+            raise ValueError(f"study: {what}={name}: expected one of {every}")
+
+    def _check_metrics(self, every: Sequence[tuple[schema.Config, bool]]) -> list[str]:
+        """Refuses metrics that no run can have, and names those that look misspelt.
+
+        `every` has each run's configuration, and whether it has validation rows.
+        """
+        validates, is_tuned = metric_kinds.VALIDATION, _EPOCHS in self.tune
+        has_val = any(has for _, has in every)
+        has_unseen = any(one.unseen_clients for one, _ in every)
+        is_adapted = is_tuned or any(one.fine_tune_epochs for one, _ in every)
+        for name in self.metrics:
+            plain = name.removeprefix(validates)
+            of_unseen = plain.startswith("unseen_")
+            is_later = plain.removeprefix("unseen_").startswith("fine_tuned_")
+            needs = {
+                "val_split": name != plain and not has_val,
+                "unseen_clients": of_unseen and not has_unseen,
+                _EPOCHS: is_later and not is_adapted,
+            }
+            if lacking := [option for option in needs if needs[option]]:
+                raise ValueError(f"study: metrics: {name} needs {lacking[0]}")
+        odd = list(filter(None, map(derived.unusual, self.metrics)))
+        if odd and not self.has_code and not any(one.eval_metrics for one, _ in every):
+            raise ValueError(f"study: metrics: {odd[0]}")
+        return odd
+
+    def prepared(self) -> Prepared:
+        """Makes it ready, which builds each run; ValueError if an option is wrong."""
+        of_settings = {
+            setting: self._of_setting(self.common | own | {"num_seeds": self.seeds})
+            for setting, own in self.settings.items()
+        }
+        known = [registry.fields_of(own["algo"]) for own in self.methods.values()]
+        for name in self.tune:
+            if not any(name in fields for fields in known):
+                raise ValueError(f"study: tune: no method has the option {name}")
+        notes = [note for one in of_settings.values() for note in one.notes]
+        notes += self._check_metrics(
+            [run for one in of_settings.values() for run in one.runs]
+        )
+        options, tuned, hashes = (
+            {setting: getattr(one, name) for setting, one in of_settings.items()}
+            for name in ("options", "tuned", "hashes")
+        )
+        return Prepared(options, tuned, hashes, list(dict.fromkeys(notes)))
+
+    def _of_setting(self, options: dict[str, Any]) -> _Setting:
+        """Prepares the methods with the options of a setting; ValueError if odd."""
+        notes = [
+            f"{name}={options[name]} is of no row, as it is tuned"
+            for name in self.tune
+            if name in options
+        ]
+        chosen = {"summary": summaries.BEST} | options
+        given = chosen if options.get("val_split") else options
+        compared = compare.compare(self.methods, run=False, **given)
+        val = next(iter(compared.values())).data.partition.val
+        has_val = not isinstance(val, tuple)
+        runs = [(made.config, has_val) for made in compared.values()]
+        if self.tune and options.get("summary") == "best":
+            raise ValueError(
+                "study: summary=best chooses rounds by test rows, which tune must "
+                "not; omit it, or take best_validation"
+            )
+        if self.tune and not has_val:
+            raise ValueError(
+                "study: tune chooses by validation rows; give val_split, or your "
+                "own (docs/data.md#your-own-split)"
+            )
+        cannot = [base for base, made in compared.items() if not made.can_choose]
+        if has_val and given is not chosen and "summary" not in options:
+            # Only the data say that they have validation rows of their own.
+            if not cannot:
+                compared = compare.compare(self.methods, run=False, **chosen)
+            else:
+                notes.append(
+                    f"validation rows choose no round, as {', '.join(cannot)} "
+                    "cannot be measured on them; the summary is that of the options"
+                )
+        notes += compared.notes
+        tuned = {}
+        for base, made in compared.items():
+            own = self.methods[base]
+            free = {n: v for n, v in self.tune.items() if n not in own}
+            tuned[base] = tuning.ways(free, made, own["algo"])
+            odd = [n for n in self.tune if n in own]
+            notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
+        is_owned = has_val and bool(val.count.any())
+        for row in self.rows:
+            base = row.removesuffix(FINE_TUNED)
+            is_odd = base in cannot or (row != base and not is_owned)
+            if is_odd and any(tuned[base].values()):
+                raise ValueError(
+                    f"study: tune: {row} cannot be measured on validation rows "
+                    "that belong to no client; give rows of clients with "
+                    f"partition=natural, or val_split in their place, or omit {row}"
+                )
+        hashes = {
+            base: {
+                "data": one.examples_sha256,
+                "own": self._files.get(base, one.own_sha256),
+                "split": one.split_sha256,
+                "tuned": trials.split_sha256(one),
+                "files": trials.files_sha256(one),
+            }
+            for base, one in compared.items()
+        }
+        return _Setting(dict(compared.options), tuned, hashes, notes, runs)
+
+
+def slug(name: str) -> str:
+    """A name as that of a file or folder."""
+    return cells.slug(name).replace("/", "-")
+
+
+def _methods(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The methods behind rows, with the options of each."""
+    out: dict[str, dict[str, Any]] = {}
+    for row, one in rows.items():
+        base = row.removesuffix(FINE_TUNED)
+        own = dict(one.get("options", {}))
+        if row != base and own:
+            raise ValueError(
+                f"study: {row} is the fine-tuned clients of {base}; give the options "
+                f"to the row {base}"
+            )
+        if row == base or base not in rows:
+            out[base] = {"algo": base} | own
+    return out
