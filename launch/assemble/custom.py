@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from data import loaders
+from data import own_files
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import optimizer
 from launch.config import registry, schema, sweep
@@ -161,7 +161,7 @@ def named(
     found = given.get("dataset", "")
     more = given.pop("test", None), given.pop("val", None)
     if not isinstance(found, str) or any(one is not None for one in more):
-        given["dataset"], in_memory = loaders.ARRAYS, (found, *more)
+        given["dataset"], in_memory = own_files.ARRAYS, (found, *more)
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
         if not isinstance(modules, str):

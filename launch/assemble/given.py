@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from data import dataset, doors, loaders
+from data import dataset, doors, loaders, own_files
 from data.partitions import file
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import types
@@ -96,7 +96,7 @@ def _source(
     """Loads the data set that was given in Python, or that `--dataset` names."""
     rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
     train, test, _ = rows or (doors.Rows(None), None, None)
-    if rows or config.dataset != loaders.ARRAYS:
+    if rows or config.dataset != own_files.ARRAYS:
         has_axes = train.arrays is not None
         resolve.check_data(config, has_columns=train.has_columns, has_axes=has_axes)
     if rows is None:
@@ -106,7 +106,7 @@ def _source(
     else:
         found = doors.joined(*rows, config.label, config.owner, layout=config.layout)
     notes = [*found.notes]
-    kind, is_own = config.test_split, loaders.is_own(config.dataset)
+    kind, is_own = config.test_split, own_files.is_one(config.dataset)
     if is_own and found.num_test and kind == "client_share":
         is_given = test is not None and not test.is_of_whole
         where = "of test=" if is_given else "that are test rows in the data"
@@ -176,7 +176,7 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
             "--proxy_fraction"
         )
     given = {"name": config.public_set, "data_dir": config.data_dir}
-    has_layout = config.public_set.startswith(loaders.WITH_LAYOUT)
+    has_layout = config.public_set.startswith(own_files.WITH_LAYOUT)
     layout = config.layout if has_layout else "auto"
     public = loaders.load(**given, flag="public_set", layout=layout)
     public = dataset.fitted(public, config.image_size, config.image_channels)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import algorithms
-from data import dataset, labels, loaders, partitions
+from data import dataset, labels, own_files, partitions
 from data.partitions import file
 from fedjax_pfl import (
     levels,
@@ -405,7 +405,7 @@ def of_rows_of_nobody(
     }
     if config.partition.startswith(file.PREFIX):
         cures["test"] = "name test rows of clients in the file"
-    elif loaders.is_own(config.dataset):
+    elif own_files.is_one(config.dataset):
         owners = "give their owners with --partition=natural, or "
         cures = {kind: owners + cure for kind, cure in cures.items()}
     out, measured = [], partition.measured().values()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from data import files, loaders
+from data import files, own_files
 from fedjax_pfl import options as options_lib
 from launch.config import algorithm_file, limits, registry, schema
 
@@ -199,7 +199,7 @@ class RunFlags:
 
     def is_of_command(self, now: RunFlags) -> bool:
         """Whether a command with these options continues the run where `now` cannot."""
-        if "own_sha256" in self.hashes or self.options["dataset"] == loaders.ARRAYS:
+        if "own_sha256" in self.hashes or self.options["dataset"] == own_files.ARRAYS:
             return False  # what Python gave is in no option
         return not HASHED.keys() >= set(self.changed(now))
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import models
-from data import dataset, loaders, partitions, texts
+from data import dataset, loaders, own_files, partitions, texts
 from data.partitions import classes, file, held_out, pathological
 from fedjax_pfl import options
 from launch.config import limits, presets, registry, schema
@@ -83,7 +83,7 @@ def resolve(
     rules["test_split"] = _test_split(config, source, partition, rules["test_split"])
     if source.takes == "labelled tokens":
         rules |= {"normalization": "none", "augment": "none"}
-    if name.startswith(loaders.NORMALIZED) and source.image.dtype != np.uint8:
+    if name.startswith(own_files.NORMALIZED) and source.image.dtype != np.uint8:
         rules["normalization"] = "none"
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition) | {"examples_per_client": 0}
@@ -119,7 +119,7 @@ def _partition(
     if source.is_text:
         return "contiguous"
     has_users = presets.has_data(config.preset, config.dataset) or source.client is None
-    if loaders.is_own(config.dataset) or not has_users:
+    if own_files.is_one(config.dataset) or not has_users:
         # A paper's users exist only in its own data; others may name owners.
         return "client_dirichlet" if source.client is None else "natural"
     return presets.values(config.preset, facts)["partition"]
@@ -132,7 +132,7 @@ def _test_split(
 
     Raises a ValueError for a split that pools rows, as owners' test rows stay theirs.
     """
-    if loaders.is_own(config.dataset) and source.num_test:
+    if own_files.is_one(config.dataset) and source.num_test:
         if partition == "natural" and config.test_split in held_out.POOLED:
             raise ValueError(
                 f"--test_split={config.test_split} divides each client's train and "
@@ -190,8 +190,8 @@ def check_data(
         "texts": text is not None,
         "owned texts": text is not None and text.has_owners,
         "images": text is None,
-        "tables": has_columns or name.startswith(loaders.WITH_COLUMNS),
-        "arrays": has_axes or name.startswith(loaders.WITH_LAYOUT),
+        "tables": has_columns or name.startswith(own_files.WITH_COLUMNS),
+        "arrays": has_axes or name.startswith(own_files.WITH_LAYOUT),
         "coarse labels": name == "cifar100",
     }
     for field in dataclasses.fields(config):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from data import files, loaders
+from data import files, own_files
 from fedjax_pfl import checkpoint
 from fedjax_pfl.rows import hosted
 from launch.config import flagfile, limits, resolve
@@ -31,7 +31,7 @@ RUN_FLAGS, METRICS = finished.RUN_FLAGS, finished.METRICS
 def default_name(config: Any) -> str:
     """Returns runs/<algo>-<dataset>-seed<seed>[-<last seed>]."""
     dataset = config.dataset
-    if loaders.is_own(dataset) and ":" in dataset:
+    if own_files.is_one(dataset) and ":" in dataset:
         dataset = pathlib.Path(dataset.partition(":")[2]).stem
     dataset = dataset.replace("/", "_")
     last = f"-{config.seed + config.num_seeds - 1}" if config.num_seeds > 1 else ""

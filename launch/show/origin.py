@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import algorithms
-from data import loaders
+from data import own_files
 from fedjax_pfl import options as options_lib
 from launch.assemble import custom
 from launch.config import presets, registry, schema, sweep
@@ -80,7 +80,7 @@ def command(run: record.Record) -> str:
     data set decide. A run with objects of Python is loaded from its folder instead.
     """
     given = ["algo"] * (run.flags["algo"] not in algorithms.ALGORITHMS)
-    given += ["dataset"] * (run.flags["dataset"] == loaders.ARRAYS)
+    given += ["dataset"] * (run.flags["dataset"] == own_files.ARRAYS)
     if given := [*given, *custom.objects_in(run.flags)]:
         more = ", ".join(f"{name}=..." for name in given)
         return f"build.load({str(run.path)!r}, {more}).run()  # in Python"

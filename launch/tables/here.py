@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data import loaders, texts
+from data import loaders, own_files, texts
 from fedjax_pfl import checkpoint
 from fedjax_pfl import options as options_lib
 from fedjax_pfl.options import option
@@ -82,9 +82,9 @@ def available(dataset: str, data_dir: str) -> str:
 
     Raises a ValueError if there is no such data set.
     """
-    if not loaders.is_own(dataset):
+    if not own_files.is_one(dataset):
         known = [*loaders.DATASETS, *texts.TEXTS]
-        options_lib.check_one_of("dataset", dataset, [*known, *loaders.FILES])
+        options_lib.check_one_of("dataset", dataset, [*known, *own_files.FILES])
     if dataset == "mnist":
         try:
             loaders.load(dataset, data_dir)
