@@ -54,7 +54,11 @@ class HParams(proxy.ServerTraining, fp.LocalTraining):
         choices=("rep", "full", "repfull"),
     )
     server_distance: str = fp.option(
-        "kl", "distance of the server's fit [d]", choices=distances.DISTANCES
+        "kl",
+        "distance of the server's fit [d]",
+        choices=distances.DISTANCES,
+        needs={"server_distill_weight": options.ON},
+        is_noted=True,
     )
     client_distance: str = fp.option(
         "norm",
@@ -85,9 +89,15 @@ class HParams(proxy.ServerTraining, fp.LocalTraining):
         "mean_selected",
         "teacher of the server; code_last is the released code's (n / K) * last",
         choices=("mean_selected", "code_last"),
+        needs={"server_distill_weight": options.ON},
+        is_noted=True,
     )
     teacher_mode: str = fp.option(
-        "eval", "mode of the clients on the proxy set", choices=("eval", "train")
+        "eval",
+        "mode of the clients on the proxy set, where they teach the server",
+        choices=("eval", "train"),
+        needs={"server_distill_weight": options.ON},
+        is_noted=True,
     )
     proxy_pairing: str = fp.option(
         "mod",

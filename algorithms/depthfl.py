@@ -68,6 +68,8 @@ class HParams(levels.Levels, fp.LocalTraining):
         300,
         "rounds until this weight is reached, a third of all or (texts) more [R]",
         minimum=1,
+        needs={"self_distill_weight": options.ON},
+        is_noted=True,
         is_in_rounds=True,
     )
     h_denominator: str = fp.option(

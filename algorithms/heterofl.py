@@ -132,9 +132,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     # The loss of all widths takes each at its own size.
     among_zeros = slices.is_among_zeros and not hparams.all_widths
     part = slices._replace(held=held, is_among_zeros=among_zeros)
-    return levels.make(
+    made = levels.make(
         hparams, task, nets[-1], part, client_update, own=classes, server=server
     )
+    if jax.tree.leaves(shape_at[-1].stats):
+        return made
+    names, reason = ("static_norm", "static_examples"), "on a model without batch norm"
+    return made._replace(unused=dict.fromkeys(names, reason))
 
 
 def _static_stats(

@@ -230,7 +230,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     given = {"messages": _messages(task, cut), "private": represent}
     common = hparams, task, mixed, client_update
-    return decentralized.make(*common, **given, shares=("dropped",))
+    made = decentralized.make(*common, **given, shares=("dropped",))
+    if hparams.client_dropout or by_layer:
+        return made
+    reason = "with --noclient_dropout and --nolayer_personalization"
+    return made._replace(unused={"divergence_threshold": reason})
 
 
 def _messages(task: fp.Task, cut: int) -> tuple[fp.MessageKind, ...]:

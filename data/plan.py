@@ -247,7 +247,7 @@ class Planner:
         seed, real = self._seeds[seed_index], ids < self.num_clients
         client = np.where(real, ids, 0)
         owned = np.where(real, num_rows[client], 0)
-        size = shapes.capped(spec.batch_size, int(self._num_rows.max()))
+        size = shapes.capped(spec.batch_size, int(num_rows.max()))
         spec = spec._replace(batch_size=size)
         used = spec.rows(owned)
         flat = orders(seed, round, client, owned, spec)

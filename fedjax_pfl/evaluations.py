@@ -219,9 +219,10 @@ def _split_metrics(
     values, accuracies = score.metrics(seen, count, union)
     newcomers = {n: x for n, x in only(unseen).items() if n != "trained"}
     found, others = score.metrics(newcomers, count, 0)
-    for name in _MEANS:
-        if f"client_{name}" in found:
-            values[f"unseen_{name}"] = found[f"client_{name}"]
+    names = [name for name in _MEANS if f"client_{name}" in found]
+    values |= {f"unseen_{name}": found[f"client_{name}"] for name in names}
+    if names and (count_of := found[metric_kinds.EVALUATED]) < unseen.sum():
+        values |= {f"{metric_kinds.CLIENTS_IN}unseen_{n}": count_of for n in names}
     if others is not None:
         seen_ones = np.full(len(count), np.nan) if accuracies is None else accuracies
         accuracies = np.where(unseen, others, seen_ones)
@@ -235,10 +236,11 @@ def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
     """
     pairs = {"client": "fine_tuned", "unseen": "unseen_fine_tuned"}
     return {
-        f"{new}_{name}": found[f"{old}_{name}"]
+        f"{of}{new}_{name}": found[f"{of}{old}_{name}"]
+        for of in ("", metric_kinds.CLIENTS_IN)
         for old, new in pairs.items()
         for name in _MEANS
-        if f"{old}_{name}" in found
+        if f"{of}{old}_{name}" in found
         if name != "accuracy" or f"{old}_loss" in found
     }
 

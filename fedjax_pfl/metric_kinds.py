@@ -22,6 +22,8 @@ class Kind(enum.Enum):
 VALIDATION = "val_"
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = "clients_in_"
+# In a record: the clients in the other means over clients, if not all
+EVALUATED = "clients_evaluated"
 
 # The last two belong to rounds. Unfinished runs have no summary that declares them.
 _FRACTION = re.compile(
@@ -32,7 +34,7 @@ _FRACTION = re.compile(
 _MEASURED = re.compile(
     r"(val_|clients_in_)*((unseen_)?(global|client|unseen|fine_tuned|worst_decile)_"
     r"(accuracy|loss|perplexity|masked_perplexity|macro_f1|auc|ece).*"
-    r"|c_(spec|gen|per)|bytes_(up|down)|round|seed|seconds|clock|diverged)"
+    r"|(val_)?clients_evaluated|c_(spec|gen|per)|bytes_(up|down)|round|seed|seconds|clock|diverged)"
 )
 
 
@@ -59,7 +61,7 @@ def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics of other rows under names of their own, without those of no such rows."""
     out = {}
     for name, value in metrics.items():
-        if name.startswith("train_") or name == "clients_evaluated":
+        if name.startswith("train_"):
             continue
         mean = name.removeprefix(CLIENTS_IN)
         out[(CLIENTS_IN if mean != name else "") + prefix + mean] = value

@@ -8,14 +8,14 @@ float32. The host divides in float64.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import losses, types
+from fedjax_pfl import losses, metric_kinds, types
 from fedjax_pfl import measures as measures_lib
 
 Metrics = tuple[dict[str, float], np.ndarray | None]
@@ -171,8 +171,7 @@ class Classes:
                 trained = counts["trained"]["right"].astype(np.int64)
                 of_each = trained[tested] / test_count[tested]
                 out["trained_accuracy"] = float(of_each.mean())
-            if not counts["known"].all():
-                out["clients_evaluated"] = int(tested.sum())
+            out |= _covered(tested, out)
         if "scored" in counts:
             out |= _of_scored(counts, own, test_count, union)
         if self.measures:
@@ -181,6 +180,14 @@ class Classes:
                 found["server"] = counts["measured"]
             out |= measures_lib.metrics(self.measures, found, tested)
         return _finite(out), accuracy if tested.any() else None
+
+
+def _covered(tested: np.ndarray, found: Iterable[str]) -> dict[str, int]:
+    """The clients in the means, if these are not all bool[K]."""
+    count = int(tested.sum())
+    trained = [name for name in found if name.startswith("trained_")]
+    names = metric_kinds.EVALUATED, *(metric_kinds.CLIENTS_IN + one for one in trained)
+    return dict.fromkeys(names, count) if count < len(tested) else {}
 
 
 def _of_models(counts: dict[str, Any], union: int) -> dict[str, float]:
@@ -309,8 +316,7 @@ class Words:
         if "trained" in counts:
             trained = counts["trained"].astype(np.float64)[tested, first:]
             out[f"trained_{kind}"] = float(np.mean(_perplexity(trained.T)))
-        if not counts["known"].all() or tested.sum() < (test_count > 0).sum():
-            out["clients_evaluated"] = int(tested.sum())
+        out |= _covered(tested, out)
         return _finite(out), of_client
 
 

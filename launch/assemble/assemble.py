@@ -115,7 +115,7 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
     lines += notes.of_absent(config, algorithm, there)
     lines += notes.of_plans(config, algorithm.plans, planned.num_rows)
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
-    lines += notes.of_unmeasured_clients(data.partition)
+    lines += notes.of_unmeasured_clients(config, data.partition)
     every = (*source.notes, *found.notes, *of_data, *lines)
     source = source._replace(notes=every)
     return Parts(
@@ -243,12 +243,11 @@ def _check_options(settings: Settings, algorithm: types.Algorithm) -> None:
         raise ValueError(
             f"--eval_moments={config.eval_moments}: --algo={config.algo} {why}; omit it"
         )
-    is_after = config.eval_moments == "after" and algorithm.server is None
-    if is_after and config.summary == "best":
+    if config.eval_moments == "after" and config.summary == "best":
         raise ValueError(
-            f"--summary=best chooses a round of --algo={config.algo} by the clients' "
-            "models before their training, which --eval_moments=after leaves out; take "
-            "both, or --summary=last"
+            "--summary=best chooses a round by the clients' models before their "
+            "training, which --eval_moments=after leaves out; take both, or "
+            "--summary=last"
         )
     if config.unseen_clients and algorithm.peers is not None:
         raise ValueError(
@@ -295,7 +294,7 @@ def _scoring(
 
 
 def _adaptation(settings: Settings) -> types.PlanSpec | None:
-    """The plan of `--fine_tune_epochs`, with the batches of local training."""
+    """The plan of `--fine_tune_epochs`: all rows, in batches as in local training."""
     epochs, hparams = settings.config.fine_tune_epochs, settings.hparams
     if not epochs:
         return None
@@ -304,7 +303,7 @@ def _adaptation(settings: Settings) -> types.PlanSpec | None:
             f"--fine_tune_epochs={epochs}: the clients of "
             f"--algo={settings.config.algo} do not train; omit it"
         )
-    return local_training.plan(hparams, "adapt", epochs)
+    return types.PlanSpec("adapt", epochs, hparams.batch_size)
 
 
 def _hashes(

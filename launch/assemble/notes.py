@@ -157,7 +157,7 @@ def of_absent(
 
     `there` is the `plan.Planner.chance` of those that may train.
     """
-    if algorithm.serving is None or not algorithm.plans:
+    if algorithm.serving is None or not algorithm.plans or algorithm.serves_adapted:
         return []
     (count, period), size = there.shape, config.clients_per_round
     taken = np.minimum(1, size / np.maximum(there.sum(0), 1e-9))
@@ -377,7 +377,9 @@ def of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:
     return out
 
 
-def of_unmeasured_clients(partition: types.Partition) -> list[str]:
+def of_unmeasured_clients(
+    config: schema.Config, partition: types.Partition
+) -> list[str]:
     """Lines about clients without rows of a kind that other clients have."""
     out = []
     kinds = zip(("test", "validation"), partition.measured().values(), strict=False)
@@ -389,6 +391,8 @@ def of_unmeasured_clients(partition: types.Partition) -> list[str]:
             out.append(
                 f"{up_to}{lacking.max()} of {count.shape[1]} clients have no {kind} "
                 "rows and count in none of the clients' metrics on these"
+                + " but C-Gen"
+                * bool(config.c_gen)
             )
     return out
 

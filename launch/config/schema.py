@@ -158,7 +158,8 @@ class Data:
     )
     min_owner_examples: int = _image_option(
         0,
-        "leave owners with fewer rows out (natural), 0 = keep all",
+        "leave owners with fewer rows out (natural; train rows of your own split), "
+        "0 = keep all",
         minimum=0,
         needs={"partition": ("natural",)},
     )
@@ -256,8 +257,8 @@ class Data:
     )
     min_examples: int = option(
         2,
-        "examples, test rows among them, that every client must get; of a text by "
-        "owner, owners with fewer are left out",
+        "examples, test rows among them unless these are of your own split, that every "
+        "client must get; of a text by owner, owners with fewer are left out",
         minimum=2,
     )
     examples_per_client: int = option(

@@ -8,7 +8,6 @@ import numpy as np
 
 from fedjax_pfl import metric_kinds
 
-SAMPLED = "clients_evaluated"  # in records of a sample of the clients
 COUNTERS = (
     "round",
     "seed",
@@ -17,7 +16,8 @@ COUNTERS = (
     "bytes_down",
     "seconds",
     "clock",
-    SAMPLED,
+    metric_kinds.EVALUATED,
+    metric_kinds.VALIDATION + metric_kinds.EVALUATED,
     "diverged",
 )
 
@@ -49,7 +49,7 @@ CHOSEN_BY = {
     ),
 }
 
-# The metrics of a sample of clients
+# The metrics of which `EVALUATED` says how many clients are in them
 _OF_CLIENTS = re.compile(r"(val_)?(client|worst_decile|fine_tuned)_")
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = metric_kinds.CLIENTS_IN
@@ -148,8 +148,9 @@ def summarize(
         if len(has) < len(seeds):
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
         counted = CLIENTS_IN + name
-        if _OF_CLIENTS.match(name) and counted not in names:
-            counted = SAMPLED  # --eval_sample
+        match = _OF_CLIENTS.match(name)
+        if match and counted not in names:
+            counted = (match[1] or "") + metric_kinds.EVALUATED
         if clients := [r[counted] for r in inside if counted in r]:
             metrics[name]["clients"] = int(min(clients))
     for prefix in "", metric_kinds.VALIDATION:

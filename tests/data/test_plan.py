@@ -762,3 +762,11 @@ def test_members_have_the_levels_of_their_seed_and_round():
     found = made.members(1, 6, np.array([2, 7, 5]), SIZES[1], LOCAL)
     assert found.row_mask.tolist() == [True, False, True]
     assert found.level[found.row_mask].tolist() == [(4 + 6 + 2) % 3, (4 + 6 + 5) % 3]
+
+
+def test_batches_of_members_are_as_large_as_their_rows():
+    """Not as those of the clients that train, which may all be smaller."""
+    rows = np.array([*SIZES[1][:-1], 9 * max(SIZES[1])])
+    spec = LOCAL._replace(batch_size=10**4)
+    found = make().members(0, 0, np.arange(len(rows)), rows, spec).plans[spec.name]
+    assert found.num_steps.tolist() == [spec.epochs] * len(rows)

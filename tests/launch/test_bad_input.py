@@ -94,6 +94,7 @@ small  | --model=depth_masked_lm              | takes tokens; [8, 8, 1]; another
 small  | --num_clients=5 --clients_per_round=6| _per_round=6: expected at most 5
 small  | --num_clients=200                    | --num_clients=200; 240
 small  | --algo=fedper --summary=best --eval_moments=after | --summary=best; take both
+small  | --algo=ditto --summary=best --eval_moments=after | --summary=best; take both
 small  | --partition=cdkt                     | --partition=cdkt
 small  | --model=resnet999                    | --model=resnet999; mlp
 small  | --model=fedavg_cnn                   | --model=fedavg_cnn; [8, 8, 1]; another

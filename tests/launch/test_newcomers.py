@@ -229,6 +229,47 @@ def test_clients_without_rows_to_measure():
     assert not any("count in none" in one for one in made.notes)
 
 
+def test_how_many_clients_are_in_a_mean():
+    """Where that is not all: of test rows, of validation rows, and of newcomers."""
+    owner = np.repeat(np.arange(6), [3, 20, 20, 3, 20, 3])
+    given = {"dataset": (X[: len(owner)], Y[: len(owner)], owner), "val_split": 0.25}
+    made = ran(**given, unseen_clients=2, partition_seed=1, fine_tune_epochs=1)
+    mine, last = part(made), made.metrics[-1]
+    new, tested, known = mine.is_unseen, mine.test.count > 0, mine.val.count > 0
+    assert last["clients_evaluated"] == (tested & ~new).sum()
+    assert last["val_clients_evaluated"] == (known & ~new).sum() < (~new).sum()
+    kinds = "unseen_accuracy", "unseen_loss", "unseen_fine_tuned_accuracy"
+    counts = [last.get(f"clients_in_val_{name}") for name in kinds]
+    assert counts == [(known & new).sum()] * 3 != [new.sum()] * 3
+    count = last.get("clients_in_unseen_accuracy", new.sum())
+    assert count == (tested & new).sum()
+    found = made.summary()["metrics"]
+    assert found["client_accuracy"]["clients"] == last["clients_evaluated"]
+    for name in ("val_client_accuracy", "val_fine_tuned_accuracy"):
+        assert found[name]["clients"] == last["val_clients_evaluated"]
+    assert found["val_unseen_accuracy"]["clients"] == counts[0]
+    assert not {"val_clients_evaluated", "clients_evaluated"} & found.keys()
+
+
+def test_trained_models_of_a_sample():
+    """Those of a method without a server are of as many clients as the others."""
+    made = ran(algo="local", eval_sample=3)
+    found = made.summary()["metrics"]
+    assert (
+        found["trained_accuracy"]["clients"]
+        == 3
+        == made.metrics[-1].get("clients_evaluated")
+    )
+
+
+@pytest.mark.parametrize("less", [{"examples_per_round": 2}, {"drop_last": True}])
+def test_fine_tuning_takes_all_rows(less):
+    """Whatever local training leaves out."""
+    both = [planned(fine_tune_epochs=2, batch_size=7, **one) for one in ({}, less)]
+    records = [one.run(until=0, progress=False) and one.metrics[0] for one in both]
+    assert records[0]["fine_tuned_loss"] == records[1]["fine_tuned_loss"]
+
+
 def test_rows_of_nobody_without_a_server():
     """They measure no client's model, which a line says, and whether anything is."""
     for algo in ("fedper", "local"):

@@ -202,6 +202,7 @@ client_distance notes client_distill_weight=on
 difference needs hessian_free=true
 drop_every notes layer_dropping=true
 edge_probability needs topology=erdos_renyi
+ensemble notes server_distill_weight=on
 eval_clients notes c_gen=true
 eval_metrics only images
 eval_model excludes server_optimizer=sgd/adam/adagrad/yogi
@@ -238,15 +239,18 @@ proxy_fraction only images
 prune_rounds needs prune_rate=on
 public_set excludes proxy_fraction=on
 public_set only images
+ramp_rounds notes self_distill_weight=on
 regrow notes prune_rate=on
 rotate_classes excludes layout=ntc
 rotate_classes excludes partition=cdkt/cdkt_code/cdkt_paper
 rotate_classes only images
+server_distance notes server_distill_weight=on
 server_lr needs server_optimizer=sgd/adam/adagrad/yogi
 server_momentum needs server_optimizer=sgd/adam/adagrad/yogi
 smoothing needs distill_target=ls
 teacher needs distill_target=kd/pt/sim/pt_sim !
 teacher_level needs distill_target=kd/pt/sim/pt_sim
+teacher_mode notes server_distill_weight=on
 teacher_model needs distill_target=kd/pt/sim/pt_sim
 teacher_width needs distill_target=kd/pt/sim/pt_sim
 temperature needs transfer=head

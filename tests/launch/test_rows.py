@@ -268,6 +268,19 @@ def test_notes_are_shown_once(capsys):
         ({"algo": "local", "server_lr": 0.1}, "--server_lr=0.1 has no effect without"),
         ({"algo": "local", "server_epochs": 5}, "--server_epochs=5 has no effect"),
         (
+            {"algo": "heterofl", "model": "mlp", "static_norm": "ema"},
+            "--static_norm=ema has no effect on a model without batch norm; omit it",
+        ),
+        (
+            {
+                "algo": "uapdfl",
+                "divergence_threshold": 0.5,
+                "client_dropout": False,
+                "layer_personalization": False,
+            },
+            "--divergence_threshold=0.5 has no effect with --noclient_dropout and",
+        ),
+        (
             {"algo": "local", "eval_train": True},
             "--eval_train=true has no effect with --algo=local, where no server has a",
         ),
