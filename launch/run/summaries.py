@@ -21,6 +21,9 @@ COUNTERS = (
     "diverged",
 )
 
+# Numbers of clients that a record has only where there are any
+COUNTS_OF_FEW = "fine_tuned_diverged", metric_kinds.VALIDATION + "fine_tuned_diverged"
+
 BEST = "best_validation"
 # The metrics of validation rows by which a round is best, of which the first that was
 # measured counts. Perplexities are better where they are lower.
@@ -139,6 +142,8 @@ def summarize(
         if name in COUNTERS or name.startswith(CLIENTS_IN):
             continue
         found = [[r[name] for r in some if name in r] for some in by_seed]
+        if name in COUNTS_OF_FEW:
+            found = [[r.get(name, 0) for r in some] for some in by_seed]
         has = [place for place, values in enumerate(found) if values]
         metrics[name] = spread([float(rule(found[place])) for place in has])
         counts = [len(found[place]) for place in has]

@@ -65,7 +65,9 @@ def fine_tuned(run: Record) -> Record:
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
         out = {}
         for name, value in values.items():
-            if found := _FINE_TUNED.fullmatch(name):
+            if name in summaries.COUNTS_OF_FEW:
+                out[name] = value
+            elif found := _FINE_TUNED.fullmatch(name):
                 prefix, group, rest = found.groups("")
                 out[f"{prefix}{group or 'client_'}{rest}"] = value
             elif name in summaries.COUNTERS or name == "best_round":
@@ -103,25 +105,38 @@ def of(
         _, place = curves.PLACES[PLACES[name]]
         return control and _until(run, control, share, place)
     kind = main_metric(run)
-    mine = record.client_values(run, kind)
-    if mine is None or kind not in run.summary["metrics"]:  # --eval_moments=after
+    runs = [run] if name == "bottom_decile" else [run, control]
+    if control is None and len(runs) > 1:
+        return None
+    arrays = [record.client_values(one, kind) for one in runs]
+    entries = [one.summary["metrics"].get(kind) for one in runs]
+    # Neither has a mean with --eval_moments=after.
+    if any(one is None for one in (*arrays, *entries)):
+        return None
+    if len({one.shape for one in arrays}) > 1:
         return None
     sign = -1 if words.metric(kind).better == "lower" else 1
-    if name == "bottom_decile":
-        ordered = [np.sort(sign * one[np.isfinite(one)]) for one in mine]
-        tenths = [max(1, len(one) // 10) for one in ordered]
-        pairs = zip(ordered, tenths, strict=True)
-        return summaries.spread([float(sign * one[:n].mean()) for one, n in pairs])
-    other = control and record.client_values(control, kind)
-    if other is None or other.shape != mine.shape:
+    gaps = sign * (arrays[0] - arrays[1] if len(arrays) > 1 else arrays[0])
+    # A seed without the mean, as where fine-tuning diverged, is no part of this one.
+    known = [one.get("seeds", range(len(gaps))) for one in entries]
+    has = [seed for seed in range(len(gaps)) if all(seed in one for one in known)]
+    values = [gaps[seed][np.isfinite(gaps[seed])] for seed in has]
+    if not values or not all(len(one) for one in values):
         return None
-    gaps = [gap[np.isfinite(gap)] for gap in sign * (mine - other)]
-    if not all(len(gap) for gap in gaps):
-        return None
-    found = [
-        (gap < -1e-9).mean() if name == "hurt" else sign * gap.mean() for gap in gaps
-    ]
-    return summaries.spread(list(map(float, found)))
+
+    def of_seed(one: np.ndarray) -> float:
+        if name == "hurt":
+            return float((one < -1e-9).mean())
+        if name == "bottom_decile":
+            one = np.sort(one)[: max(1, len(one) // 10)]
+        return float(sign * one.mean())
+
+    entry = summaries.spread([of_seed(one) for one in values])
+    if len(has) < len(gaps):
+        entry |= {"seeds": has, "of_seeds": len(gaps)}
+    if (fewest := min(map(len, values))) < gaps.shape[1]:
+        entry["clients"] = fewest
+    return entry
 
 
 def _until(

@@ -203,11 +203,12 @@ def curves(
             value = curve[1][-1]
             if rule:
                 value = first.scale * run.summary["metrics"][metric]["mean"]
-            drawn.append((value, line, len({row["seed"] for row in having})))
-    is_same = len({count for *_, count in drawn}) == 1
-    drawn = [(*one, f", n={count}" * (not is_same)) for *one, count in drawn]
-    _legend(figure, drawn, first, rule or "last round")
+            last = max(row["round"] for row in having)
+            drawn.append((value, line, sum(row["round"] == last for row in having)))
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
+    is_all = {count for *_, count in drawn} == {seeds}
+    drawn = [(*one, f", n={count}" * (not is_all)) for *one, count in drawn]
+    _legend(figure, drawn, first, rule or "last round")
     band = f", mean ± std of {seeds} seeds" if seeds > 1 else ""
     # The names of several metrics are in the legend.
     ylabel = first.unit if several else words.axis(first)
@@ -408,7 +409,10 @@ def draw_heatmap(axes: Any, runs: Runs, metric: str) -> None:
     for run in runs:
         place = rows.index(run.point[down]), columns.index(run.point[across])
         known = (run.summary or {}).get("metrics", {}).get(metric)
-        if known is not None:
+        if record.diverged(run) is not None:
+            text = "diverged"
+            axes.text(*place[::-1], text, ha="center", va="center", fontsize="small")
+        elif known is not None:
             values[place] = how.scale * known["mean"]
         else:
             _, mean, _ = record.over_seeds(run, metric, how.scale)

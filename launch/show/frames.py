@@ -119,7 +119,10 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
                 if len(experiment.seeds) > 1:
                     line[f"{metric} std"] = entry["std"]
                 if rule != "last" and metric in part.get("last_round", {}):
-                    line[f"{metric} last round"] = part["last_round"][metric]["mean"]
+                    last = part["last_round"][metric]
+                    line[f"{metric} last round"] = last["mean"]
+                    if fewer := summaries_lib.fewer(last):
+                        line[f"{metric} last round of"] = fewer
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
 
 

@@ -11,7 +11,7 @@ from fedjax_pfl.metric_kinds import Kind
 from launch.config import sweep
 from launch.folder import record
 from launch.run import summaries
-from launch.show import drawn, figures, looks, origin, sheets, svg, table, words
+from launch.show import alike, drawn, figures, looks, origin, sheets, svg, table, words
 
 Entry, Entries = drawn.Entry, drawn.Entries
 # Metrics beside the headlines that have columns; the others are in a table below
@@ -110,7 +110,10 @@ def markdown(entries: Entries, control: str = "") -> str:
         return f"**{cell.text}**" if cell.is_best else cell.text
 
     rows = [
-        (entry.name, [text(cells[number]) for _, cells in columns])
+        (
+            figures.named(entry.run, entry.name),
+            [text(cells[number]) for _, cells in columns],
+        )
         for number, entry in enumerate(entries)
     ]
     lines = sheets.lines([head for head, _ in columns], rows)
@@ -249,7 +252,7 @@ def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
     None if one lacks the metric, or if their data sets differ.
     """
     pair = [one.summary["metrics"].get(metric.name) for one in (entry, base)]
-    if None in pair or _data(entry.run) != _data(base.run):
+    if None in pair or alike.data(entry.run) != alike.data(base.run):
         return None
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
     if np.array_equal(*seeds):
@@ -259,58 +262,15 @@ def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
     return metric.scale * (sides[0] - sides[1]) if len(sides[0]) else None
 
 
-def _data(run: record.Record) -> str:
-    """The hash of a run's examples, which does not depend on a file's name."""
-    return run.hashes.get("data_sha256", run.flags["dataset"])
-
-
 def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
-    """Groups of runs that agree, for each property in which not all runs agree.
-
-    Properties are data, seeds, clients' rows, rounds, a sample of the clients that were
-    measured, and summary rule. Clients always
-    differ with the seeds, and rules with the rounds, so they are then omitted.
-    """
-    found = {
-        "data": [_data(entry.run) for entry in entries],
-        "seeds": [tuple(entry.run.clients["seeds"].tolist()) for entry in entries],
-        "clients": [entry.run.hashes.get("split_sha256") for entry in entries],
-        "rounds": [entry.run.flags.get("rounds") for entry in entries],
-        "clients measured": [_sampled(entry.run) for entry in entries],
-        "summary": [words.summary_rule(entry.summary) for entry in entries],
-    }
-    out: dict[str, list[list[str]]] = {}
-    for what, values in found.items():
-        if what == "clients" and ("seeds" in out or None in values):
-            continue
-        if what == "summary" and "rounds" in out:
-            continue
-        groups: dict[Any, list[str]] = {}
-        for entry, value in zip(entries, values, strict=True):
-            groups.setdefault(value, []).append(entry.name)
-        if len(groups) > 1:
-            out[what] = list(groups.values())
-    return out
-
-
-def _sampled(run: record.Record) -> int:
-    """How many clients were measured, 0 = all."""
-    sampled, count = (
-        int(run.flags.get(n) or 0) for n in ("eval_sample", "num_clients")
-    )
-    return sampled if sampled < count else 0
+    return alike.unlike([(entry.name, entry.run) for entry in entries])
 
 
 def _best(entries: Entries) -> str:
     """A sentence about the marked values, or why none is marked."""
-    unlike = _unlike(entries)
-    if not unlike:
-        return " The best value of a metric is bold." * _has_best(entries)
-    parts = [
-        f"{what} ({'; '.join(', '.join(names) for names in groups)})"
-        for what, groups in unlike.items()
-    ]
-    return f" No value is marked as the best, as the runs differ in {', '.join(parts)}."
+    if unlike := _unlike(entries):
+        return f" No value is marked as the best, as {alike.in_words(unlike)}."
+    return " The best value of a metric is bold." * _has_best(entries)
 
 
 def _legend(
@@ -334,7 +294,12 @@ def _legend(
         text += f" Coloured differences are shown by the clients ({table.TEST})."
     if same:
         text += f" In all runs: {', '.join(same)}."
-    return f"{text} MB are those of all clients in both directions, mean over seeds."
+    text += " MB are those of all clients in both directions, mean over seeds."
+    sizes = {e.name: words.setup_megabytes(e.summary) for e in entries}
+    if first := [f"{name} {size}" for name, size in sizes.items() if size]:
+        sets = " and ".join(first)
+        text += f" They lack the proxy set that every client gets once, of {sets} MB."
+    return text
 
 
 def _against(entries: Entries, base: Entry, metric: words.Metric) -> list[Cell]:

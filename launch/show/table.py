@@ -7,11 +7,13 @@ import html as html_lib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from fedjax_pfl import options
 from launch.folder import record
 from launch.folder.record import Record
 from launch.run import summaries
-from launch.show import derived, looks, sheets, significance, words
+from launch.show import alike, derived, looks, sheets, significance, words
 
 if TYPE_CHECKING:
     import pandas
@@ -220,28 +222,31 @@ def made(
         raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested = [], []
+    columns, untested, apart = [], [], []
     for setting, found in runs.items():
         since = {row: run and record.diverged(run) for row, run in found.items()}
         bad = [row for row, round in since.items() if round is not None]
         found = {row: None if row in bad else one for row, one in found.items()}
+        why, others = _not_ranked(found)
+        prefix = f"{setting}: " * (len(runs) > 1)
+        apart += [f"{prefix}{line}" for line in (why, others) if line]
         for name in metrics:
             how = derived.metric(name, known) if known else words.metric(name)
             entries = _entries(found, name, control, until)
             arrays = {
                 row: run and record.client_values(run, name)
                 for row, run in found.items()
-                if test != "none" and name not in derived.TITLES
+                if test != "none" and not why and name not in derived.TITLES
             }
-            values = _values(how, entries, arrays, control)
+            values = _values(how, entries, arrays, control, is_ranked=not why)
             pairs = zip(found, values, strict=True)
             values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
             has_values = any(one is not None for one in arrays.values())
             is_bold = how.better and any(entries.values()) and test != "none"
-            if is_bold and not has_values and how.title not in untested:
+            if is_bold and not why and not has_values and how.title not in untested:
                 untested.append(how.title)
-    notes = _of_values(known, control, test) + _diverged(runs)
+    notes = _of_values(known, control, test) + apart + _diverged(runs)
     notes += _unknown(metrics, known)
     if untested:
         line = "are no values of single clients, so that only the best is bold"
@@ -251,6 +256,22 @@ def made(
     if left := sum(run is None for run in every):
         notes.append(f"{left} of {len(every)} results are not finished.")
     return Table(rows, columns, notes)
+
+
+def _not_ranked(found: Mapping[str, Record | None]) -> tuple[str, str]:
+    """Why none of the rows is the best, and in which numbers of rounds they differ."""
+    named = [(looks.title(row), run) for row, run in found.items() if run]
+    unlike = alike.unlike(named)
+    rounds = unlike.pop("rounds", None)
+    others = rounds and f"{alike.in_words({'rounds': rounds})}."
+    why = ""
+    if unlike:
+        why = f"No value is bold or marked, as {alike.in_words(unlike)}."
+    elif points := alike.points(named):
+        names = ", ".join(points)
+        why = f"No value is bold or marked, as {names} are points of a sweep, of which "
+        why += "test rows must not choose."
+    return why, f"{others[0].upper()}{others[1:]}" if others else ""
 
 
 def _of_values(known: Sequence[Record], control: str, test: str) -> list[str]:
@@ -304,7 +325,11 @@ def _derived(
         about = {"bottom_decile": about["bottom_decile"]}
         named = ", ".join(derived.TITLES[n] for n in needy)
         notes.append(f"{named}: these compare with a control, and none is given.")
-    return notes + [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
+    notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
+    if "until_mb" in metrics and any(words.setup_megabytes(r.summary) for r in known):
+        title = derived.TITLES["until_mb"]
+        notes.append(f"{title}: without the proxy set that every client gets once.")
+    return notes
 
 
 def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
@@ -353,14 +378,17 @@ def _values(
     entries: Mapping[str, Mapping[str, Any] | None],
     arrays: Mapping[str, Any],
     control: str,
+    is_ranked: bool = True,
 ) -> list[Value]:
-    """The values of a column."""
+    """The values of a column; of those that are not ranked none is the best."""
     sign = -1 if how.better == "lower" else 1
     means = {row: sign * one["mean"] for row, one in entries.items() if one}
     # A mean over those seeds alone that reached a goal is none of all.
     whole = [row for row in means if "seeds" not in entries[row]]
     best = max(whole, key=means.__getitem__) if whole and how.better else None
-    known = {row: one for row, one in arrays.items() if row in means}
+    known = {
+        row: _of_seeds(one, entries[row]) for row, one in arrays.items() if row in means
+    }
     to_best, to_control = tested(known, best), tested(known, control)
     values = []
     for row, entry in entries.items():
@@ -370,8 +398,9 @@ def _values(
         (p, side), (p_best, _) = (
             found.get(row, (None, 0)) for found in (to_control, to_best)
         )
-        is_best = row in whole and best is not None and means[row] == means[best]
+        is_best = best is not None and means[row] == means[best]
         is_best |= p_best is not None and p_best >= significance.LEVEL
+        is_best &= is_ranked and row in whole
         gap = sign * (means[row] - means.get(control, 0.0))
         numbers = entry["mean"], entry["std"]
         shown = mark(how, gap, p, side)
@@ -381,6 +410,14 @@ def _values(
         given = (*numbers, is_best, shown, p, p_best, beside, summaries.fewer(entry))
         values.append(Value(how.text(entry), *given))
     return values
+
+
+def _of_seeds(values: Any, entry: Mapping[str, Any]) -> Any:
+    """Values f64[S, K] of clients, nan for seeds that are not in the row's mean."""
+    if values is None or "seeds" not in entry:
+        return values
+    has = np.isin(np.arange(len(values)), entry["seeds"])
+    return np.where(has[:, None], values, np.nan)
 
 
 def mark(how: words.Metric, gap: float, p: float | None = None, side: int = 0) -> str:

@@ -205,7 +205,7 @@ def mean_and_std(
     `entry` has `mean`, `std` and `per_seed`. A `scale` of 100 gives percent, and the
     mean is padded to `width`.
     """
-    text = f"{scale * entry['mean']:{width}.{digits}f}"
+    text = f"{scale * entry['mean']:z{width}.{digits}f}"
     if len(entry["per_seed"]) < 2:
         return text
     return f"{text} {sign} {scale * entry['std']:.{digits}f}"
@@ -214,7 +214,7 @@ def mean_and_std(
 def paired(gap: np.ndarray, digits: int = 1) -> str:
     """Mean and standard deviation of differences by seed, such as `+1.3 ± 0.4`."""
     std = f" ± {gap.std(ddof=1):.{digits}f}" if len(gap) > 1 else ""
-    return f"{gap.mean():+.{digits}f}{std}"
+    return f"{gap.mean():+z.{digits}f}{std}"
 
 
 def headline(
@@ -252,8 +252,11 @@ def meaningless(summary: Mapping[str, Any]) -> str:
     """What a divergence means for the metrics of a run that has diverged."""
     line = "losses or parameters are not finite, so the accuracies are meaningless"
     best = summary["metrics"].get("best_round", {}).get("per_seed", ())
-    if best and max(best) < (summary.get("diverged") or 0):
-        line = "the best round was before that; results of later ones are meaningless"
+    later = "results of later ones are meaningless"
+    if len(best) > 1:  # of which not all may have diverged
+        line = f"each seed's best round was before it diverged; {later}"
+    elif best and best[0] < (summary.get("diverged") or 0):
+        line = f"the best round was before that; {later}"
     return line
 
 
@@ -297,7 +300,7 @@ def table(summary: dict[str, Any]) -> str:
     for each point.
     """
     lines = _sweep_lines(summary) if "sweep" in summary else _lines(summary)
-    if summary.get("diverged"):
+    if summary.get("diverged") and "sweep" not in summary:  # whose points say so
         lines.append(f"{diverged(summary['diverged'])}: {meaningless(summary)}")
     # Summaries of earlier versions have no step counts.
     steps = summary.get("step_efficiency")
@@ -368,6 +371,15 @@ def chosen(parts: Sequence[Mapping[str, Any]]) -> str:
     return f"best by validation rows: {labels[best]} ({how.title} {value})"
 
 
+def setup_megabytes(summary: Mapping[str, Any]) -> str:
+    """The megabytes of the proxy set for all clients, "" if none is sent.
+
+    They are in no other number of bytes.
+    """
+    size = summary.get("setup_bytes_down", 0)
+    return f"{size / 1e6:,.1f}" if size else ""
+
+
 def _lines(summary: dict[str, Any]) -> list[str]:
     """The lines of metrics for a run without a sweep."""
     seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
@@ -389,7 +401,9 @@ def _lines(summary: dict[str, Any]) -> list[str]:
             if one.name in last:
                 value = f"{one.scale * last[one.name]['mean']:.{digits}f}"
                 line = f"{line:<{len(head)}}  {value:>10}"
-            fewer = summaries.fewer(entry)
+            fewer, at_end = map(summaries.fewer, (entry, last.get(one.name, {})))
+            if at_end and at_end != fewer:
+                fewer = ", ".join(filter(None, [fewer, f"last round: {at_end}"]))
             lines.append(f"{line}  ({fewer})" if fewer else line)
     for name in summary.get("undefined", ()):
         lines.append(f"{name:<18} is not defined in any of these rounds")
@@ -397,6 +411,9 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6
             lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
+    if megabytes := setup_megabytes(summary):
+        what = "the proxy set, which every client gets once and the line above lacks"
+        lines.append(f"{'MB at first':<18} {megabytes}  ({what})")
     if "clock" in summary["metrics"]:
         value = summary["metrics"]["clock"]["mean"]
         lines.append(f"{'simulated seconds':<18} {value:,.1f}")

@@ -57,8 +57,11 @@ def test_summary_and_records_name_the_round(both):
 
 def test_a_best_round_before_it():
     """Its numbers are sound, and the line says so."""
-    summary = {"diverged": 5, "metrics": {"best_round": {"per_seed": [4.0, 3.0]}}}
+    summary = {"diverged": 5, "metrics": {"best_round": {"per_seed": [4.0]}}}
     assert "the best round was before that" in words.meaningless(summary)
+    # Another seed did not diverge, and is best later.
+    several = {"diverged": 3, "metrics": {"best_round": {"per_seed": [5.0, 0.0]}}}
+    assert "each seed's best round was before it div" in words.meaningless(several)
     for given in (summary | {"diverged": 4}, summary | {"metrics": {}}):
         assert "so the accuracies are meaningless" in words.meaningless(given)
 
