@@ -6,8 +6,10 @@ the new ones are stored here. An algorithm only returns the `Trained` of its tra
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -20,6 +22,34 @@ from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked,
 from fedjax_pfl.rows import exchange
 
 TRAINED = "trained_accuracy"  # of the models that a round's training left
+# What numbers of padding rows have more than those that they repeat
+_PADDING = contextvars.ContextVar("padding", default=0.0)
+
+
+@contextlib.contextmanager
+def padded_with(number: float) -> Iterator[None]:
+    """Adds a number to what is in the padding rows of rounds that are traced inside.
+
+    Nothing may depend on it, which `launch.contract` checks.
+    """
+    token = _PADDING.set(number)
+    try:
+        yield
+    finally:
+        _PADDING.reset(token)
+
+
+def _padded(rows: Any, mask: jax.Array) -> Any:
+    """Leaves [C, ...] with other numbers where `mask` bool[C] is False."""
+    if not (more := _PADDING.get()):
+        return rows
+
+    def of(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        return leaf + jnp.where(stacked.column(mask, leaf), 0, more).astype(leaf.dtype)
+
+    return jax.tree.map(of, rows)
 
 
 @struct.dataclass
@@ -195,7 +225,7 @@ class Round(NamedTuple):
         """The clients' private rows, leaves [C, ...]."""
         if self.by_architecture:
             return tuple(mine.rows for mine in self.groups)
-        return self.state.rows(self.cohort)
+        return _padded(self.state.rows(self.cohort), self.cohort.row_mask)
 
     @property
     def num_examples(self) -> jax.Array:
@@ -366,7 +396,7 @@ def update(
         positions,
     )
     kept, *total = out if reduce is not None else (out,)
-    kept = exchange.everywhere(kept)
+    kept = exchange.everywhere(_padded(kept, cohort.row_mask))
     numbers = list(filter(exchange.is_number, jax.tree.leaves(kept)))
     state = state.replace(round=exchange.behind(state.round, (numbers, total)))
     return kept, *total, _with_opt_states(state, cohort, kept)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl import local_training
+from fedjax_pfl import each_client, local_training
 from fedjax_pfl.rows import views
 from launch import ending
 from launch import experiment as experiment_lib
@@ -24,6 +24,8 @@ from launch.experiment import Experiment
 
 # Up to so much numbers differ by rounding, at the usual rate; less at a lower one
 TOLERANCE, MILD_LR = 1e-3, 0.01
+# Numbers to add to padding rows, of which the first leaves them those of clients
+_PADDING = 1e-30, 0.25
 
 
 # Options of a run that a check has not
@@ -81,23 +83,19 @@ class _Watched:
         self._algo = registry.algorithm(algo)
         self.name = registry.algorithm_name(algo)
 
-    def entry(self, algo: Any = None, is_filled: bool = False) -> Any:
-        """The entry of the algorithm, or of `algo`.
-
-        `is_filled` masks other and more rows in its batches.
-        """
+    def entry(self, algo: Any = None, inside: Callable = contextlib.nullcontext) -> Any:
+        """The entry of the algorithm, or of `algo`, with rounds traced inside."""
         made = self._algo if algo is None else registry.algorithm(algo)
-        make = functools.partial(self._made, made.make, is_filled)
+        make = functools.partial(self._made, made.make, inside)
         return dataclasses.replace(made, make=make, name=self.name)
 
-    def _made(self, make: Callable, is_filled: bool, hparams: Any, task: Any) -> Any:
+    def _made(self, make: Callable, inside: Callable, hparams: Any, task: Any) -> Any:
         made = make(hparams, task)
         known = {kind.name for kind in made.messages}
         self.has_plans |= bool(made.plans)
 
         def round(*given: Any) -> Any:
-            first = local_training.filled_from(1)
-            with first if is_filled else contextlib.nullcontext():
+            with inside():
                 out = made.round(*given)
             self.undeclared.update(out[2].keys() - known)
             return out
@@ -117,7 +115,9 @@ def _mild(options: dict[str, Any]) -> tuple[dict[str, Any], float]:
         # Many steps at a high rate make large differences of them.
         out.setdefault("client_lr", MILD_LR)
         usual = known["client_lr"].default
-        tolerance *= min(out["client_lr"] / usual, 1) if usual else 1
+        # Lower rates do not round less: a server's Adam makes whole steps of it.
+        rate = max(out["client_lr"], MILD_LR)
+        tolerance *= min(rate / usual, 1) if usual else 1
     if "dataset" not in options and entry.preset == presets.BASE:
         mild = {"model": "mlp", "local_epochs": 1}
         out = {name: mild[name] for name in mild if name in known} | out
@@ -178,6 +178,11 @@ class _Runs:
             ),
             (True, where, self._elsewhere),
             (
+                self._has_padding,
+                "What is in padding rows does not matter.",
+                self._beside_padding,
+            ),
+            (
                 has_plans and has_batches,
                 "What fills a batch, and how far, does not matter.",
                 self._padded,
@@ -231,16 +236,36 @@ class _Runs:
                     f"With {way} a number ends {by:.1e} away, more than "
                     f"{self._tolerance:g}: a client's function may read its own row "
                     "only, and means must take cohort.row_mask into account. If a "
-                    "smaller client_lr makes it vanish, it was rounding"
+                    "smaller client_lr makes it vanish, it was rounding, which a "
+                    "server's adaptive optimizer (Adam) makes larger: check it with SGD"
                 )
         return ""
+
+    def _beside_padding(self) -> str:
+        """Rows of no client may have any numbers, which are as if nobody had them."""
+        one, other = (
+            _ran(
+                self._fresh(
+                    client_chunk=self._most, algo=self._watched.entry(inside=of)
+                )
+            )
+            for of in (functools.partial(each_client.padded_with, n) for n in _PADDING)
+        )
+        if not (by := _difference(one, other)):
+            return ""
+        return (
+            f"With other numbers there one ends {by:.1e} away: what here.rows and "
+            "here.update return has rows of no client, which cohort.row_mask has to "
+            "leave out of sums, maxima and comparisons of clients"
+        )
 
     def _padded(self) -> str:
         """Runs with other and more masked rows in their batches end the same."""
         size = int(self._first.data.partition.train.count.max()) // 2 + 1
+        fill = functools.partial(local_training.filled_from, 1)
         one, other = (
             _ran(self._fresh(client_chunk=1, batch_size=size, algo=algo))
-            for algo in (self._options["algo"], self._watched.entry(is_filled=True))
+            for algo in (self._options["algo"], self._watched.entry(inside=fill))
         )
         if (by := _difference(one, other)) <= self._tolerance:
             return ""

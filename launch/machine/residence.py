@@ -64,11 +64,6 @@ def with_resident_rows(
             or does not read them as it has to.
     """
     given = f"--client_state={config.client_state}"
-    if not shares_rows:
-        raise ValueError(
-            f"{given}: --algo={config.algo} needs the rows of all clients on the "
-            "device, as it does not declare shares_rows; omit it"
-        )
     tables, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
     one = jax.tree.map(lambda leaf: leaf[:1], data.partition)
 
@@ -79,12 +74,17 @@ def with_resident_rows(
         return program, program.init.shapes(*given)
 
     program, state = built(task)
-    kept = jax.tree.leaves(state.private)
-    if not kept or _has_keys(kept):
-        what = "random keys, which must be on the device"
-        what = what if kept else "nothing between rounds"
-        line = f"{given}: clients of --algo={config.algo} keep {what}"
-        raise ValueError(f"{line}; omit it")
+    kept, who = jax.tree.leaves(state.private), f"--algo={config.algo}"
+    why = ""
+    if not kept:
+        why = f"clients of {who} keep nothing between rounds"
+    elif not shares_rows:
+        why = f"{who} needs the rows of all clients on the device, as it does not "
+        why += "declare shares_rows"
+    elif _has_keys(kept):
+        why = f"clients of {who} keep random keys, which must be on the device"
+    if why:
+        raise ValueError(f"{given}: {why}; omit it")
     cohort, is_grouped = planner.drawn(0, 0), len(task.client_models) > 1
     if not is_grouped:
         how, devices = task.execution, 1

@@ -176,7 +176,11 @@ def test_what_trained_is_saved(vectors, tmp_path):
             "--algo=fedict keeps what depends on each client",
         ),
         (
-            {"algo": "perfedavg", "optimizer_state": "persist"},
+            {
+                "algo": "perfedavg",
+                "optimizer_state": "persist",
+                "client_momentum": 0.5,
+            },
             "--algo=perfedavg needs the rows of all clients .* declare shares_rows",
         ),
         ({"algo": "dispfl"}, "each client begins with a row of its own"),

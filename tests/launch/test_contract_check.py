@@ -48,14 +48,14 @@ def test_rounding_errors_break_nothing(options):
     net = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(8)])
     options |= {"model": [net, nn.BatchNorm(momentum=0.5), nn.Dense(3)]}
     rules = contract.check("fedper", preset="fedd2s", **options | {"rounds": 4})
-    assert len(rules) == 7 and all(rule.endswith(".") for rule in rules)
+    assert len(rules) == 8 and all(rule.endswith(".") for rule in rules)
 
 
 @pytest.mark.slow
 def test_what_could_not_be_tested_is_not_claimed(options):
     """Where everybody is drawn nobody is absent."""
     rules = contract.check("fedper", **options, clients_per_round=6)
-    assert len(rules) == 6 and not any("Absent" in rule for rule in rules)
+    assert len(rules) == 7 and not any("Absent" in rule for rule in rules)
 
 
 def absent_move(out, cohort, _):
@@ -162,6 +162,34 @@ def test_a_mean_that_counts_padding(options, count):
         contract.check(mine, **options, clients_per_round=count)
 
 
+def test_padding_that_is_less_than_rounding(options):
+    """Its numbers are seen where other chunks would differ by rounding alone."""
+
+    def make(hparams, task):
+        loss_fn = fp.cross_entropy_loss(task.model)
+
+        def update(client, server):
+            return fp.train(hparams, loss_fn, server, client)
+
+        def round(state, cohort, data):
+            here = fp.Round(task, state, cohort, data)
+            trained, here = here.update(update, shared=state.server)
+            weight = here.weights("examples")
+
+            def mean(leaf):
+                return jnp.tensordot(weight, leaf, 1) + 1e-6 * leaf.sum(0)
+
+            new = jax.tree.map(mean, trained.variables)
+            sent = {"model down": 1, "model up": 1}
+            return here.after(server=new), trained.metrics(cohort), sent
+
+        return averaging.make(hparams, task, update)._replace(round=round)
+
+    mine = SimpleNamespace(HParams=averaging.Averaging, make=make, __name__="mine")
+    with pytest.raises(contract.BrokenError, match="What is in padding rows does not"):
+        contract.check(mine, **options, clients_per_round=4)
+
+
 @pytest.mark.parametrize(
     "mean",
     [
@@ -244,7 +272,7 @@ def test_the_whole_entry_is_checked(options, monkeypatch):
     )
     given = {"dataset": "small", "partition": "natural", "model": "one_layer"}
     for algo in (Mine, "fedper"):
-        assert len(contract.check(algo, **given, rounds=2)) == 7
+        assert len(contract.check(algo, **given, rounds=2)) == 8
     assert seen[0].task.num_classes == seen[0].data.num_words == 8
     assert [one.config.algo for one in seen] == ["Mine", "own_fedper"]
 
