@@ -405,22 +405,23 @@ def draw_heatmap(axes: Any, runs: Runs, metric: str) -> None:
     across, down = runs[0].point
     columns, rows = (sorted({run.point[n] for run in runs}) for n in (across, down))
     how = metric_of(metric, runs)
-    values = np.full((len(rows), len(columns)), np.nan)
+    values, bad = np.full((len(rows), len(columns)), np.nan), set()
     for run in runs:
         place = rows.index(run.point[down]), columns.index(run.point[across])
         known = (run.summary or {}).get("metrics", {}).get(metric)
         if record.diverged(run) is not None:
-            text = "diverged"
-            axes.text(*place[::-1], text, ha="center", va="center", fontsize="small")
+            bad.add(place)
         elif known is not None:
             values[place] = how.scale * known["mean"]
         else:
             _, mean, _ = record.over_seeds(run, metric, how.scale)
             values[place] = mean[-1] if len(mean) else np.nan
     image = axes.imshow(values, cmap="viridis", origin="lower", aspect="auto")
-    middle = np.nanmean([np.nanmin(values), np.nanmax(values)])
+    sound = values[np.isfinite(values)]
+    middle = np.mean([sound.min(), sound.max()]) if sound.size else np.nan
     for (row, column), value in np.ndenumerate(values):
         text = "" if np.isnan(value) else f"{value:{how.form}}"
+        text = "diverged" if (row, column) in bad else text
         color = "white" if value < middle else "black"
         axes.text(column, row, text, ha="center", va="center", color=color)
     axes.set_xticks(range(len(columns)), [str(one) for one in columns])

@@ -66,6 +66,46 @@ def test_a_best_round_before_it():
         assert "so the accuracies are meaningless" in words.meaningless(given)
 
 
+def test_a_sweep_says_so_of_its_points(blobs):
+    """The line about a run would be of all of them."""
+    given = options(blobs, sweep="client_lr=0.05,1e6", summary="last")
+    made = build.experiment(algo="fedavg", **given)
+    made.run(progress=False)
+    lines = words.table(made.summary()).splitlines()
+    assert [line.partition(" ")[0] for line in lines if "diverged in" in line] == [
+        "client_lr=1000000.0"
+    ]
+    assert not any("meaningless" in line for line in lines)
+
+
+def test_a_picture_of_points_says_so(blobs):
+    """A cell of a heat map has no number then."""
+    sweep = "client_lr=0.05,1e6;proximal_weight=0.1,0.2"
+    made = build.experiment(algo="fedprox", **options(blobs, sweep=sweep))
+    made.run(progress=False)
+    axes = made.plot("heatmap").axes[0]
+    texts = sorted(one.get_text() for one in axes.texts)
+    assert texts[2:] == ["diverged"] * 2 and all(map(float, texts[:2]))
+
+
+def test_a_table_in_markdown_says_so(both):
+    """Beside the name, as on the page."""
+    text = page_lib.markdown(page_lib.read([both[1] / "bad", both[1] / "good"]))
+    rows = [line for line in text.splitlines() if line.startswith("| FedAvg")]
+    assert ["diverged" in row.split("|")[1] for row in rows] == [True, False]
+
+
+def test_clients_that_diverged_in_fine_tuning_are_counted():
+    """A record without them has none."""
+    records = [
+        {"round": 1, "seed": seed, "client_accuracy": 0.5} | more
+        for seed, more in enumerate(({}, {"fine_tuned_diverged": 3}))
+    ]
+    found = summaries.summarize(records, [0, 1], (1,), "last", 1)
+    assert found["fine_tuned_diverged"]["per_seed"] == [0, 3]
+    assert "of_seeds" not in found["fine_tuned_diverged"]
+
+
 def test_a_report_says_so_of_each_run(both):
     """One whose best round was before has results."""
     bad = page_lib.read([both[1] / "bad"])[0]

@@ -877,6 +877,103 @@ def beside(how, values):
     return table._values(how, entries, values, "a")
 
 
+def test_one_seed_is_no_veto():
+    """A seed that says the opposite has its weight, however sure it is.
+
+    Its p-value has no digits to be told from 1. For many clients the test is a normal
+    score of the sum of ranks, so that scores add up.
+    """
+    gen = np.random.default_rng(0)
+    gaps = gen.normal([[0.5]] * 4 + [[-0.5]], 1, (5, 400))
+    p, side = significance.wilcoxon(gaps, np.zeros_like(gaps))
+    rank = [stats.rankdata(np.abs(gap))[gap > 0].sum() for gap in gaps]
+    mean, var = 400 * 401 / 4, 400 * 401 * 801 / 24
+    score = np.sum((np.array(rank) - mean) / np.sqrt(var)) / np.sqrt(5)
+    assert side == 1 and p == pytest.approx(2 * stats.norm.sf(score), rel=0.01)
+    p, side = significance.wilcoxon(np.zeros_like(gaps), gaps)
+    assert side == -1 and p == pytest.approx(2 * stats.norm.sf(score), rel=0.01)
+
+
+@pytest.mark.parametrize("count", [2, 7, 13])
+def test_few_clients_with_ties_are_scipy_s(count):
+    """Exact, by all signs of the differences."""
+    gap = np.round(np.random.default_rng(count).normal(0.5, 1, count), 1)
+    gap[gap == 0] = 0.1
+    gap[: count // 2] = np.abs(gap[0])
+    for side, found in zip(("greater", "less"), significance._sides(gap), strict=True):
+        exact = stats.PermutationMethod(n_resamples=np.inf)
+        wanted = stats.wilcoxon(gap, alternative=side, method=exact).pvalue
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def pair(name, **changed):
+    """A finished run of two seeds and three clients, with some parts changed."""
+    values = np.array([[[0.5, 0.6, 0.7]], [[0.4, 0.5, 0.6]]])
+    means = values.mean((1, 2))
+    entry = {"mean": means.mean(), "std": 0.1, "per_seed": list(means)}
+    flags = {"algo": name, "rounds": "4", "eval_sample": "0", "num_clients": "3"}
+    flags["dataset"] = "arrays"
+    summary = {"metrics": {"client_accuracy": entry}, "summary": "last"}
+    records = [{"round": 4, "seed": seed} for seed in (0, 1)]
+    clients = {"accuracy": values, "seeds": np.arange(2), "rounds": np.array([4])}
+    run = record.Record(pathlib.Path(name), flags, records, clients, summary)
+    return run._replace(**{n: getattr(run, n) | x for n, x in changed.items()})
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({}, ""),
+        ({"flags": {"eval_sample": "2"}}, "clients measured (FedAvg; Local)"),
+        ({"summary": {"summary": "best"}}, "summary (FedAvg; Local)"),
+        ({"clients": {"seeds": np.array([0, 7])}}, "seeds (FedAvg; Local)"),
+    ],
+)
+def test_unlike_rows_are_not_ranked(changed, reason):
+    """As on a page of the same runs."""
+    runs = {"fedavg": pair("fedavg"), "local": pair("local", **changed)}
+    made = table.made({"": runs}, ["client_accuracy"], "fedavg")
+    is_bold = [value.is_best for value in made.columns[0].values]
+    assert any(is_bold) == (not reason)
+    line = f"No value is bold or marked, as the runs differ in {reason}."
+    assert (line in made.notes) == bool(reason)
+
+
+def test_other_rounds_are_said():
+    """A tuned number of rounds is part of a method."""
+    runs = {"fedavg": pair("fedavg"), "local": pair("local", flags={"rounds": "2"})}
+    made = table.made({"": runs}, ["client_accuracy"], "fedavg")
+    assert "The runs differ in rounds (FedAvg; Local)." in made.notes
+    assert any(value.is_best for value in made.columns[0].values)
+
+
+def test_points_of_a_sweep_are_not_ranked():
+    """Test rows would choose one."""
+    point = pair("fedavg")
+    runs = {f"rate {x}": point._replace(point={"client_lr": x}) for x in (0.1, 0.2)}
+    made = table.made({"": runs}, ["client_accuracy"], "")
+    assert not any(value.is_best for value in made.columns[0].values)
+    assert "are points of a sweep, of which test rows" in " ".join(made.notes)
+
+
+def test_a_seed_without_a_mean_is_no_part_of_others():
+    """Hurt, gain and bottom decile are of the seeds whose mean is known, and say so."""
+    values = np.array([[[0.5, np.nan, 0.1]], [[0.4, 0.3, 0.6]]])
+    entry = {"mean": 0.43, "std": 0.0, "per_seed": [0.43], "seeds": [1], "of_seeds": 2}
+    summary = {"metrics": {"client_accuracy": entry}}
+    run, control = pair("local", summary=summary), pair("fedavg")
+    run = run._replace(clients=run.clients | {"accuracy": values})
+    wanted = {"hurt": 1 / 3, "gain": -0.2 / 3, "bottom_decile": 0.3}
+    for name, value in wanted.items():
+        found = derived.of(name, run, control, 0.95)
+        assert found["per_seed"] == pytest.approx([value])
+        assert (found["seeds"], found["of_seeds"]) == ([1], 2)
+    made = table.made({"": {"a": run, "b": control}}, ["client_accuracy"], "b")
+    assert [one.is_best for one in made.columns[0].values] == [False, True]
+    few = pair("local", clients={"accuracy": values + [[[0, np.nan, 0]]] * 2})
+    assert derived.of("gain", few, control, 0.95)["clients"] == 2
+
+
 def test_a_number_covers_what_it_says():
     """A frame has how many seeds reached a goal, as the table says it."""
     entry = {"mean": 2.0, "std": 0.0, "per_seed": [2.0], "seeds": [1], "of_seeds": 3}

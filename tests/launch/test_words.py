@@ -115,6 +115,31 @@ def test_bytes_are_megabytes_and_fewer_are_better():
     assert how.text(entry) == "21.7 ± 0.1"
 
 
+def test_zero_has_no_sign():
+    entry = {"mean": -0.0004, "std": 0.0, "per_seed": [-0.0004]}
+    assert words.mean_and_std(entry, 100, 1) == "0.0"
+    assert words.paired(np.array([-0.04])) == "+0.0"
+
+
+def test_the_last_round_may_be_of_fewer_seeds():
+    both = {"mean": 2.0, "std": 0.1, "per_seed": [1.9, 2.1]}
+    alone = {"mean": 3.0, "std": 0.0, "per_seed": [3.0], "seeds": [1], "of_seeds": 2}
+    summary = {"metrics": {"global_loss": both}, "last_round": {"global_loss": alone}}
+    summary |= {"summary": "best_validation", "numbers": ["global_loss"]}
+    (line,) = [one for one in words._lines(summary) if "loss" in one]
+    assert line.endswith("3.000  (last round: 1 of 2 seeds)")
+
+
+def test_a_proxy_set_is_in_no_other_bytes():
+    entry = {"mean": 1e5, "std": 0.0, "per_seed": [1e5]}
+    summary = {"metrics": {"bytes_down": entry}, "setup_bytes_down": 1_758_400}
+    lines = words._lines(summary | {"summary": "last"})
+    assert [one[:22] for one in lines] == [
+        "MB down            0.1",
+        "MB at first        1.8",
+    ]
+
+
 def test_the_best_point_has_the_lowest_perplexity():
     """By validation rows, of a text."""
     parts = [
