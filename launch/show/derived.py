@@ -134,8 +134,8 @@ def of(
     entry = summaries.spread([of_seed(one) for one in values])
     if len(has) < len(gaps):
         entry |= {"seeds": has, "of_seeds": len(gaps)}
-    if (fewest := min(map(len, values))) < gaps.shape[1]:
-        entry["clients"] = fewest
+    if any("clients" in one for one in entries):
+        entry["clients"] = min(map(len, values))
     return entry
 
 

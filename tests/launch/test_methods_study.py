@@ -970,8 +970,9 @@ def test_a_seed_without_a_mean_is_no_part_of_others():
         assert (found["seeds"], found["of_seeds"]) == ([1], 2)
     made = table.made({"": {"a": run, "b": control}}, ["client_accuracy"], "b")
     assert [one.is_best for one in made.columns[0].values] == [False, True]
-    few = pair("local", clients={"accuracy": values + [[[0, np.nan, 0]]] * 2})
-    assert derived.of("gain", few, control, 0.95)["clients"] == 2
+    found = {"client_accuracy": entry | {"clients": 2}}
+    few = pair("local", clients=run.clients, summary={"metrics": found})
+    assert derived.of("gain", few, control, 0.95)["clients"] == 3
 
 
 def test_a_number_covers_what_it_says():
