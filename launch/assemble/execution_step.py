@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from data import plan
+from data import deal
 from fedjax_pfl import rng, shapes, types
 from fedjax_pfl.rows import slots
 from launch.assemble.given import Settings
@@ -54,7 +54,7 @@ def _execution(
 
     A given chunk is taken. Otherwise it is one client on a CPU, or as many clients of a
     tiny model as make about 80 examples a step, and on an accelerator the cheapest
-    chunk (`plan.choose_chunk`).
+    chunk (`deal.choose_chunk`).
     """
     task, largest = planned.task, int(planned.num_rows.max())
     batch_size = shapes.capped(getattr(hparams, "batch_size", 1), largest)
@@ -75,7 +75,7 @@ def _execution(
     vmaps_runs = devices.chooses(config.emulate, target)
     if vmaps_runs and not chunk:
         macs = batch_size * max(counts.macs(one, shape) for one in models)
-        chunk, _ = plan.choose_chunk(
+        chunk, _ = deal.choose_chunk(
             steps,
             step_macs=macs,
             min_chunk=config.min_chunk,

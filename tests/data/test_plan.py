@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from data import participation, plan
+from data import deal, participation, plan
 from fedjax_pfl import execution as execution_lib
 from fedjax_pfl import shapes, types, windows
 from tests import padded
@@ -407,7 +407,7 @@ def test_devices_get_as_much_work(devices):
         index = index[-(len(index) // devices * devices) :]
         of_client = np.zeros(96, int)
         of_client[index[index >= 0]] = work[-(index >= 0).sum() :]
-        found = plan.by_work(index, of_client[index], devices)
+        found = deal.by_work(index, of_client[index], devices)
         assert sorted(found) == sorted(index)
         loads = np.where(found < 0, 0, of_client[found]).reshape(devices, -1)
         assert (np.diff(loads) >= 0).all()
@@ -419,7 +419,7 @@ def test_devices_get_as_much_work(devices):
 
 def test_padding_has_no_work():
     """A device with padding gets the largest client."""
-    found = plan.by_work(np.array([-1, 0, 1, 2]), np.array([99, 5, 6, 11]), 2)
+    found = deal.by_work(np.array([-1, 0, 1, 2]), np.array([99, 5, 6, 11]), 2)
     np.testing.assert_array_equal(found.reshape(2, 2), [[-1, 2], [0, 1]])
 
 
@@ -442,7 +442,7 @@ def test_most_train_at_home(kinds):
     for _ in range(20):
         home, kind = gen.integers(0, 4, 24), gen.integers(0, kinds, 24)
         index = gen.permutation(np.r_[np.full(4, -1), np.arange(24)])
-        found = plan.at_home(index, home, kind[None], 4)
+        found = deal.at_home(index, home, kind[None], 4)
         np.testing.assert_array_equal(found < 0, index < 0)
         real, device = index >= 0, np.arange(28) // 7
         np.testing.assert_array_equal(kind[found[real]], kind[index[real]])
@@ -595,7 +595,7 @@ def test_choose_chunk(steps, min_chunk, devices, expected, monkeypatch):
     """Where all steps cost the same, the chunk of the fewest executed ones, by hand."""
     equal = {width: width for width in (1, 2, 3, 4, 6)}
     monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: equal})
-    found = plan.choose_chunk(
+    found = deal.choose_chunk(
         np.array([steps, steps]), step_macs=100, min_chunk=min_chunk, devices=devices
     )
     assert found[0] == expected[0]
@@ -605,37 +605,37 @@ def test_choose_chunk(steps, min_chunk, devices, expected, monkeypatch):
 def test_a_chunk_is_as_wide_as_it_pays():
     """Equal clients: the width at which a step costs least; unequal ones: narrower."""
     equal = np.full((2, 100), 7)
-    assert plan.choose_chunk(equal, step_macs=M1) == (100, 1.0)
+    assert deal.choose_chunk(equal, step_macs=M1) == (100, 1.0)
     # Large steps fill a chip: the compiler has fewer cycles for 8 than for 32 of them.
-    assert plan.choose_chunk(equal, step_macs=9e7)[0] == 8
+    assert deal.choose_chunk(equal, step_macs=9e7)[0] == 8
     # A TPU needs more cycles for 25 clients of `m1` than for 32.
     for macs in (0.95 * M1, M1, 1.05 * M1):
-        assert plan.choose_chunk(equal, step_macs=macs, devices=4)[0] < 25
+        assert deal.choose_chunk(equal, step_macs=macs, devices=4)[0] < 25
     halves = np.array([[1] * 64 + [90] * 32])
-    assert plan.choose_chunk(halves, step_macs=M1) == (32, 1.0)
+    assert deal.choose_chunk(halves, step_macs=M1) == (32, 1.0)
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
     steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
-    chunk, efficiency = plan.choose_chunk(steps, step_macs=M1)
+    chunk, efficiency = deal.choose_chunk(steps, step_macs=M1)
     assert chunk < 50 and efficiency > 0.2
     # Steps of a tiny net cost little more for many clients than for one.
-    assert chunk < plan.choose_chunk(steps, step_macs=225_480)[0]
+    assert chunk < deal.choose_chunk(steps, step_macs=225_480)[0]
     # No number beyond 512 costs less for each.
     many = np.full((1, 10_000), 7)
-    assert plan.choose_chunk(many, step_macs=225_480)[0] == 512
+    assert deal.choose_chunk(many, step_macs=225_480)[0] == 512
 
 
 def test_a_gpu_waits_for_launches():
     """Wide chunks pay on a GPU, for unequal clients too, the less the larger a step."""
     equal = np.full((2, 100), 7)
-    assert plan.choose_chunk(equal, step_macs=9e7, is_gpu=True) == (100, 1.0)
+    assert deal.choose_chunk(equal, step_macs=9e7, is_gpu=True) == (100, 1.0)
     sizes = np.random.default_rng(0).lognormal(2.5, 1.5, (8, 100))
     steps = -(-np.clip(sizes, 5, 10_000).astype(int) // 20)
     chunks = [
-        plan.choose_chunk(steps, step_macs=macs, is_gpu=True)[0]
+        deal.choose_chunk(steps, step_macs=macs, is_gpu=True)[0]
         for macs in (2e5, 1e8, 1e10)
     ]
     assert 100 >= chunks[0] > chunks[1] > chunks[2] >= 1
-    assert chunks[1] > plan.choose_chunk(steps, step_macs=1e8)[0]
+    assert chunks[1] > deal.choose_chunk(steps, step_macs=1e8)[0]
 
 
 @pytest.mark.parametrize("devices", [2, 8])
@@ -651,7 +651,7 @@ def test_the_predicted_fraction_is_the_planners_balance(devices, sigma, least):
     rounds = [planner.drawn(0, r).client_id for r in range(plan.SEEN_ROUNDS)]
     steps = np.stack([planner.num_steps(0, one[one < 400])["local"] for one in rounds])
     costs = {"step_macs": 1e10, "devices": devices, "min_chunk": least}
-    chunk, fraction = plan.choose_chunk(steps, **costs)
+    chunk, fraction = deal.choose_chunk(steps, **costs)
     planner = make(execution=types.Execution(chunk, mesh), **given)
     assert planner.balance == pytest.approx(fraction, rel=0.04 if chunk == 1 else 1e-6)
 
@@ -665,7 +665,7 @@ def test_chunks_leave_no_device_idle(chosen, least, devices, is_gpu):
     steps = np.full((1, chosen), 7)
     for macs in [225_480] if chosen < 1000 else execution_lib.STEP_CYCLES:
         costs = {"step_macs": macs, "devices": devices, "is_gpu": is_gpu}
-        chunk, fraction = plan.choose_chunk(steps, **costs)
+        chunk, fraction = deal.choose_chunk(steps, **costs)
         given = {"execution": types.Execution(chunk, mesh, shares_rows=True)}
         given["sizes"] = np.full((1, 5000), 10)
         balance = make(clients_per_round=chosen, **given).balance
@@ -681,8 +681,8 @@ def test_only_known_widths_are_taken(macs):
             sizes = gen.lognormal(2.5, gen.uniform(0, 2), (4, num_rows))
             steps, all_rows = np.ceil(sizes).astype(int), -(-num_rows // devices)
             given = {"step_macs": macs, "devices": devices}
-            assert plan.choose_chunk(steps, **given)[0] in {*known, all_rows}
-            least = plan.choose_chunk(steps, min_chunk=11, **given)[0]
+            assert deal.choose_chunk(steps, **given)[0] in {*known, all_rows}
+            least = deal.choose_chunk(steps, min_chunk=11, **given)[0]
             assert least in {*known, all_rows, 11} and least >= min(11, all_rows)
 
 
@@ -696,7 +696,7 @@ def test_all_rows_cost_no_less_than_known_widths(monkeypatch):
         ({1: 4, 4: 14, 8: 14}, 5),
     ):
         monkeypatch.setattr(execution_lib, "STEP_CYCLES", {1: cycles})
-        assert plan.choose_chunk(steps, step_macs=1) == (expected, 1.0)
+        assert deal.choose_chunk(steps, step_macs=1) == (expected, 1.0)
 
 
 def test_step_costs():

@@ -24,7 +24,7 @@ COMMON = {
 @pytest.fixture(autouse=True)
 def _four(monkeypatch):
     """The cheapest chunk is the cohort."""
-    monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
+    monkeypatch.setattr("data.deal.choose_chunk", lambda *_, **__: (4, 1.0))
 
 
 def make(dataset, **given):

@@ -38,7 +38,7 @@ def test_a_folder_with_lanes_goes_on(lanes, has_note, options, tmp_path, capsys)
 )
 def test_checkpoints_with_lanes_are_loaded(saved, chunk, options, monkeypatch):
     """A chunk that was saved beside no lanes goes on."""
-    monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
+    monkeypatch.setattr("data.deal.choose_chunk", lambda *_, **__: (4, 1.0))
     options |= {"emulate": "accelerator", "workdir": "", "clients_per_round": 4}
     options |= {"devices": 1}
     before, after = (build.experiment(**options) for _ in range(2))

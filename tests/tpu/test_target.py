@@ -183,7 +183,7 @@ def test_a_chip_that_is_too_small(unequal, monkeypatch):
 
 def test_a_chunk_that_does_not_fit(unequal, monkeypatch):
     """What was chosen is halved until the compiler's plan fits, in one line."""
-    monkeypatch.setattr("data.plan.choose_chunk", lambda *_, **__: (4, 1.0))
+    monkeypatch.setattr("data.deal.choose_chunk", lambda *_, **__: (4, 1.0))
     # An evaluation of so few examples needs more than their round.
     monkeypatch.delitem(narrow.PROGRAMS, "of_shared")
     monkeypatch.delitem(narrow.PROGRAMS, "of_clients")
