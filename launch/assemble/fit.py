@@ -114,6 +114,23 @@ def _check_logits(
     flag: str, model: types.Model, num_classes: int, shape: tuple[int, ...]
 ) -> None:
     """Refuses a custom model that fails or does not give logits (ValueError)."""
+    variables, found = _traced(flag, model, shape)
+    _check_variables(flag, model, variables)
+    wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
+    for shape_of, dtype in found:
+        if (shape_of, dtype) != (wanted, np.float32):
+            last = "its exits" if model.has_exits else "its last module"
+            raise ValueError(
+                f"{flag}: {model.name} gives {dtype}{list(shape_of)} for 2 examples, "
+                f"expected logits float32{list(wanted)}, one for each class; change "
+                f"{last}"
+            )
+
+
+def _traced(
+    flag: str, model: types.Model, shape: tuple[int, ...]
+) -> tuple[types.Variables, list[tuple[tuple[int, ...], Any]]]:
+    """Shapes of a custom model's variables, and (shape, dtype) of each exit for two."""
     try:
         variables = shapes.variables(model, shape)
         example = model.example(2, *shape)
@@ -139,6 +156,11 @@ def _check_logits(
             f"{flag}: {model.name} cannot take examples {kind}[2, "
             f"{', '.join(map(str, shape))}] ({reason}); {cure}"
         ) from error
+    return variables, found
+
+
+def _check_variables(flag: str, model: types.Model, variables: types.Variables) -> None:
+    """Refuses variables that cannot be trained, averaged or stored."""
     named = jax.tree_util.tree_leaves_with_path(tuple(variables))
     names = {str(k.key) for path, _ in named for k in path if hasattr(k, "key")}
     if odd := sorted(name for name in names if "/" in name):
@@ -173,15 +195,6 @@ def _check_logits(
                 f"{flag}: {model.name} has the statistic {where} of {leaf.dtype}, and "
                 "means are taken of statistics; keep a counter as float32, and a "
                 "constant as a plain array"
-            )
-    wanted = (2, *(shape if model.takes == "tokens" else ()), num_classes)
-    for shape_of, dtype in found:
-        if (shape_of, dtype) != (wanted, np.float32):
-            last = "its exits" if model.has_exits else "its last module"
-            raise ValueError(
-                f"{flag}: {model.name} gives {dtype}{list(shape_of)} for 2 examples, "
-                f"expected logits float32{list(wanted)}, one for each class; change "
-                f"{last}"
             )
 
 
