@@ -222,7 +222,7 @@ def made(
         raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
-    columns, untested, apart = [], [], []
+    columns, untested, apart, is_ranked = [], [], [], False
     for setting, found in runs.items():
         since = {row: run and record.diverged(run) for row, run in found.items()}
         bad = [row for row, round in since.items() if round is not None]
@@ -230,6 +230,7 @@ def made(
         why, others = _not_ranked(found)
         prefix = f"{setting}: " * (len(runs) > 1)
         apart += [f"{prefix}{line}" for line in (why, others) if line]
+        is_ranked |= not why
         for name in metrics:
             how = derived.metric(name, known) if known else words.metric(name)
             entries = _entries(found, name, control, until)
@@ -246,7 +247,8 @@ def made(
             is_bold = how.better and any(entries.values()) and test != "none"
             if is_bold and not why and not has_values and how.title not in untested:
                 untested.append(how.title)
-    notes = _of_values(known, control, test) + apart + _diverged(runs)
+    notes = _of_values(known, control, test if is_ranked else "none")
+    notes += apart + _diverged(runs)
     notes += _unknown(metrics, known)
     if untested:
         line = "are no values of single clients, so that only the best is bold"
@@ -259,12 +261,15 @@ def made(
 
 
 def _not_ranked(found: Mapping[str, Record | None]) -> tuple[str, str]:
-    """Why none of the rows is the best, and in which numbers of rounds they differ."""
+    """Why none of the rows is the best, and in which numbers of rounds they differ.
+
+    Comparisons and studies have one data set and one split, beside which a row may have
+    a public set or a first model of its own.
+    """
     named = [(looks.title(row), run) for row, run in found.items() if run]
     unlike = alike.unlike(named)
-    rounds = unlike.pop("rounds", None)
-    others = rounds and f"{alike.in_words({'rounds': rounds})}."
-    why = ""
+    parts = [unlike.pop(name, None) for name in ("rounds", "data", "clients")]
+    others, why = parts[0] and f"{alike.in_words({'rounds': parts[0]})}.", ""
     if unlike:
         why = f"No value is bold or marked, as {alike.in_words(unlike)}."
     elif points := alike.points(named):

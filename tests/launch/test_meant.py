@@ -195,14 +195,14 @@ def test_the_round_of_the_models_is_said():
     """Where the run is over, and its summary of an earlier round."""
     given = {"metrics": [1], "is_over": True, "seeds": [4], "round": 3}
     best = SimpleNamespace(summary="best", keep_best=False)
-    given |= {"config": best, "best_round": lambda _: 2}
+    given |= {"config": best, "best_round": lambda _: 2, "chooses_round": True}
 
     def line(**change):
         return client_model._other_round(SimpleNamespace(**given | change), 0, 0)
 
     assert "models of round 3, and the summary of seed 4 is that of round 2" in line()
-    last = SimpleNamespace(summary="last")
-    for one in ({"is_over": False}, {"metrics": []}, {"round": 2}, {"config": last}):
+    last = {"chooses_round": False}
+    for one in ({"is_over": False}, {"metrics": []}, {"round": 2}, last):
         assert not line(**one)
 
 
