@@ -234,7 +234,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         }
         return state, trained.metrics(cohort), sent
 
-    kinds = {hparams.server_distance, hparams.client_distance}
+    sides = (
+        (hparams.server_distance, hparams.server_distill_weight),
+        (hparams.client_distance, hparams.client_distill_weight),
+    )
+    kinds = {kind for kind, weight in sides if not options.is_off(weight)}
     needs = {"js_form": "js", "temperature": "kl"}
     reasons = {
         name: f"without a distance {kind}"

@@ -96,6 +96,7 @@ class Planner:
         eligible: np.ndarray | None = None,
         peers: types.PeerSpec | None = None,
         who: participation.Participation | None = None,
+        most_rows: int = 0,
     ):
         """Stores the constants of all draws.
 
@@ -113,6 +114,7 @@ class Planner:
                 drawn, None = all. Others may still be peers.
             peers: Peers of each row, None = the algorithm has none.
             who: Who takes part, and for how long; None = all, for all their steps.
+            most_rows: The most train rows of a client that may only be a member.
 
         Raises:
             ValueError: too few clients can be drawn, there is no such graph, no client
@@ -138,6 +140,7 @@ class Planner:
             self._owners = slots.Layout(num_clients, self._devices)
             self._slot, self._padding = self._owners.slots, self._owners.num_rows
         most = int(self._num_rows.max())
+        self._most_rows = max(most, most_rows)
         for spec in specs:
             if spec.drop_last and not (spec.rows(self._num_rows) > 0).any(1).all():
                 raise ValueError(
@@ -246,7 +249,7 @@ class Planner:
         seed, real = self._seeds[seed_index], ids < self.num_clients
         client = np.where(real, ids, 0)
         owned = np.where(real, num_rows[client], 0)
-        size = shapes.capped(spec.batch_size, int(num_rows.max()))
+        size = shapes.capped(spec.batch_size, self._most_rows)
         spec = spec._replace(batch_size=size)
         used = spec.rows(owned)
         flat = orders(seed, round, client, owned, spec)

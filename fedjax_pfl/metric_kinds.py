@@ -34,7 +34,8 @@ _FRACTION = re.compile(
 _MEASURED = re.compile(
     r"(val_|clients_in_)*((unseen_)?(global|client|unseen|fine_tuned|worst_decile)_"
     r"(accuracy|loss|perplexity|masked_perplexity|macro_f1|auc|ece).*"
-    r"|(val_)?clients_evaluated|c_(spec|gen|per)|bytes_(up|down)|round|seed|seconds|clock|diverged)"
+    r"|(val_)?clients_evaluated|c_(spec|gen|per)|bytes_(up|down)"
+    r"|round|seed|seconds|clock|diverged)"
 )
 
 

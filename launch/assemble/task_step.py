@@ -75,6 +75,7 @@ def made(
             eligible=eligible,
             peers=algorithm.peers,
             who=who,
+            most_rows=int(data.partition.adapting.count.max()),
         )
 
     return Planned(task, num_rows, planner)

@@ -350,11 +350,14 @@ class Run:
         kind = "perplexity" if self.data.num_words else "accuracy"
         if self.data.masked_loss == "chosen":
             kind = "masked_perplexity"
-        return {
-            f"client_{kind}_{model.name}": float(np.nanmean(accuracies[group == g]))
-            for g, model in enumerate(models)
-            if np.isfinite(accuracies[group == g]).any()
-        }
+        out: dict[str, float] = {}
+        for number, model in enumerate(models):
+            known = accuracies[(group == number) & np.isfinite(accuracies)]
+            if len(known):
+                name = f"client_{kind}_{model.name}"
+                out[name] = float(known.mean())
+                out[metric_kinds.CLIENTS_IN + name] = len(known)
+        return out
 
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """The (arrays, host counters) of a checkpoint, valid until the next round."""
@@ -521,6 +524,7 @@ class Run:
             **({"stopped_early": True} if self.stopped_early else {}),
             "summary": rule,
             "summary_of": in_words,
+            "setup_bytes_down": self.setup_bytes(),
         }
 
     def summary(self) -> dict[str, Any]:
@@ -537,7 +541,6 @@ class Run:
             "device_balance": self.planner.balance,
             "compile_seconds": self.compile_seconds,
             "peak_memory_bytes": devices.peak_memory_bytes(),
-            "setup_bytes_down": self.setup_bytes(),
             "parameters_sha256": self.simulation.digest(),
             "versions": devices.versions(),
             "backend": jax.default_backend(),

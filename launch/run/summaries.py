@@ -153,7 +153,7 @@ def summarize(
         if len(has) < len(seeds):
             metrics[name] |= {"seeds": has, "of_seeds": len(seeds)}
         counted = CLIENTS_IN + name
-        match = _OF_CLIENTS.match(name)
+        match = name not in COUNTS_OF_FEW and _OF_CLIENTS.match(name)
         if match and counted not in names:
             counted = (match[1] or "") + metric_kinds.EVALUATED
         if clients := [r[counted] for r in inside if counted in r]:

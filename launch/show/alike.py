@@ -1,6 +1,6 @@
 """Whether results may be ranked: all of them answer one question in one setting."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.folder.record import Record
@@ -18,16 +18,19 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
     """Groups of runs that agree, for each property in which not all runs agree.
 
     Properties are data, seeds, clients' rows, rounds, a sample of the clients that were
-    measured, and summary rule. Clients always differ with the seeds, and are then
-    omitted.
+    measured, the positions of a text, and summary rule. Clients always differ with the
+    seeds, and are then omitted.
     """
     names, records = [name for name, _ in runs], [run for _, run in runs]
     found: dict[str, list[Any]] = {
-        "data": [data(run) for run in records],
+        "data": _grouped(records, data, "public_set", "init_from", "adjacency"),
         "seeds": [tuple(run.clients["seeds"].tolist()) for run in records],
-        "clients": [run.hashes.get("split_sha256") for run in records],
+        "clients": _grouped(
+            records, _split, "availability", "client_speed", "public_set"
+        ),
         "rounds": [run.flags.get("rounds") for run in records],
         "clients measured": [_sampled(run) for run in records],
+        "masked loss": [run.flags.get("masked_loss") for run in records],
         # In words it has the rounds.
         "summary": [run.summary["summary"] for run in records],
     }
@@ -56,8 +59,44 @@ def in_words(unlike: dict[str, list[list[str]]]) -> str:
 
 def points(runs: Named) -> list[str]:
     """The runs that are points of a sweep of which there are others."""
-    paths = [run.path for _, run in runs if run.point]
-    return [name for name, run in runs if run.point and paths.count(run.path) > 1]
+
+    def sweep(run: Record) -> tuple[Any, ...]:
+        # Runs in memory have no folder.
+        return run.path, run.flags.get("algo"), run.flags.get("sweep")
+
+    every = [sweep(run) for _, run in runs if run.point]
+    return [name for name, run in runs if run.point and every.count(sweep(run)) > 1]
+
+
+def of_points(names: Sequence[str]) -> str:
+    """Why `points` are not ranked."""
+    return (
+        f"{', '.join(names)} are points of a sweep, of which test rows must not choose"
+    )
+
+
+def _split(run: Record) -> str | None:
+    return run.hashes.get("split_sha256")
+
+
+def _grouped(
+    runs: Sequence[Record], digest: Callable[[Record], str | None], *others: str
+) -> list[str | None]:
+    """A hash of each run, or that of the first run that may be the same.
+
+    A hash has what the options `others` give too: of runs that differ in these it does
+    not tell whether they differ in the rest, and `compare` has refused that they do.
+    """
+    found: list[tuple[Record, str | None]] = []
+    for run in runs:
+        mine = digest(run)
+        for other, theirs in found:
+            may_be = run.flags["dataset"] == other.flags["dataset"]
+            if may_be and any(run.flags.get(n) != other.flags.get(n) for n in others):
+                mine = theirs
+                break
+        found.append((run, mine))
+    return [mine for _, mine in found]
 
 
 def _sampled(run: Record) -> int:

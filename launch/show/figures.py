@@ -154,8 +154,16 @@ def metrics_of(runs: Runs, wanted: str | Sequence[str]) -> list[str]:
         return names
     raise ValueError(
         f"--metric={wanted or '|'.join(PREFERRED)}: the runs share "
-        f"{', '.join(sorted(shared - {'round', 'seed'}))}"
+        f"{', '.join(sorted(filter(_is_metric, shared)))}"
     )
+
+
+def _is_metric(name: str) -> bool:
+    """Whether a number of a record is more than a place or a number of clients."""
+    is_count = name.startswith(metric_kinds.CLIENTS_IN) or name.endswith(
+        metric_kinds.EVALUATED
+    )
+    return name not in ("round", "seed") and not is_count
 
 
 def metric_of(name: str, runs: Runs) -> words.Metric:
@@ -200,11 +208,12 @@ def curves(
         if curve[0]:
             line = draw_curve(axes, curve, look, label=label)
             having = [row for row in run.records if row.get(metric) is not None]
-            value = curve[1][-1]
-            if rule:
-                value = first.scale * run.summary["metrics"][metric]["mean"]
             last = max(row["round"] for row in having)
-            drawn.append((value, line, sum(row["round"] == last for row in having)))
+            value = curve[1][-1], sum(row["round"] == last for row in having)
+            if rule:
+                entry = run.summary["metrics"][metric]
+                value = first.scale * entry["mean"], len(entry["per_seed"])
+            drawn.append((value[0], line, value[1]))
     seeds = max(len({row["seed"] for row in run.records}) for run in runs)
     is_all = {count for *_, count in drawn} == {seeds}
     drawn = [(*one, f", n={count}" * (not is_all)) for *one, count in drawn]

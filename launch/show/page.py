@@ -242,8 +242,9 @@ def _cells(entries: Entries, metric: words.Metric) -> list[Cell]:
 
 
 def _has_best(entries: Entries) -> bool:
-    """Not a single run, points of one sweep, or runs of different questions."""
-    return len(entries) > 1 and not _is_sweep(entries) and not _unlike(entries)
+    """Neither one run, nor points of a sweep among them, nor different questions."""
+    is_apart = _unlike(entries) or alike.points(_named(entries))
+    return len(entries) > 1 and not is_apart
 
 
 def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
@@ -262,14 +263,20 @@ def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
     return metric.scale * (sides[0] - sides[1]) if len(sides[0]) else None
 
 
+def _named(entries: Entries) -> alike.Named:
+    return [(entry.name, entry.run) for entry in entries]
+
+
 def _unlike(entries: Entries) -> dict[str, list[list[str]]]:
-    return alike.unlike([(entry.name, entry.run) for entry in entries])
+    return alike.unlike(_named(entries))
 
 
 def _best(entries: Entries) -> str:
     """A sentence about the marked values, or why none is marked."""
     if unlike := _unlike(entries):
         return f" No value is marked as the best, as {alike.in_words(unlike)}."
+    if (points := alike.points(_named(entries))) and not _is_sweep(entries):
+        return f" No value is marked as the best, as {alike.of_points(points)}."
     return " The best value of a metric is bold." * _has_best(entries)
 
 

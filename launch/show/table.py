@@ -273,9 +273,7 @@ def _not_ranked(found: Mapping[str, Record | None]) -> tuple[str, str]:
     if unlike:
         why = f"No value is bold or marked, as {alike.in_words(unlike)}."
     elif points := alike.points(named):
-        names = ", ".join(points)
-        why = f"No value is bold or marked, as {names} are points of a sweep, of which "
-        why += "test rows must not choose."
+        why = f"No value is bold or marked, as {alike.of_points(points)}."
     return why, f"{others[0].upper()}{others[1:]}" if others else ""
 
 

@@ -110,9 +110,8 @@ class Schedule:
 
     def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options."""
-        return self.has_begun(trial) and "seconds" in self._held(
-            self._place(trial), trial
-        )
+        held = self._held(self._place(trial), trial)
+        return held is not None and held["key"] == trial.key and "seconds" in held
 
     def has_begun(self, trial: trials.Trial) -> bool:
         """Whether the folder has a run of a trial, with these options."""

@@ -765,8 +765,12 @@ def test_members_have_the_levels_of_their_seed_and_round():
 
 
 def test_batches_of_members_are_as_large_as_their_rows():
-    """Not as those of the clients that train, which may all be smaller."""
-    rows = np.array([*SIZES[1][:-1], 9 * max(SIZES[1])])
-    spec = LOCAL._replace(batch_size=10**4)
-    found = make().members(0, 0, np.arange(len(rows)), rows, spec).plans[spec.name]
-    assert found.num_steps.tolist() == [spec.epochs] * len(rows)
+    """Of all seeds, where those of clients that train may be smaller."""
+    most = 9 * int(SIZES.max())
+    rows, spec = np.array([*SIZES[1][:-1], most]), LOCAL._replace(batch_size=10**4)
+    made_one = make(most_rows=most)
+    for seed, num_rows in ((0, SIZES[0]), (1, rows)):
+        found = made_one.members(seed, 0, np.arange(len(rows)), num_rows, spec)
+        plan_of_it = found.plans[spec.name]
+        assert plan_of_it.num_steps.tolist() == [spec.epochs] * len(rows)
+        assert plan_of_it.batch_size == shapes.capped(10**4, most)

@@ -18,7 +18,7 @@ from scipy import stats
 from launch import build, report
 from launch.folder import lock, record
 from launch.machine import memory
-from launch.show import derived, frames, significance, table, words
+from launch.show import alike, derived, frames, significance, table, words
 from launch.study import __main__ as command
 from launch.tables import estimates, trials, tuning
 
@@ -945,6 +945,27 @@ def test_other_rounds_are_said():
     made = table.made({"": runs}, ["client_accuracy"], "fedavg")
     assert "The runs differ in rounds (FedAvg; Local)." in made.notes
     assert any(value.is_best for value in made.columns[0].values)
+
+
+def test_a_hash_of_more_than_the_data_tells_nothing():
+    """Of runs with other public images, first models or files of availability."""
+    plain = pair("local")
+    plain = plain._replace(hashes={"data_sha256": "a", "split_sha256": "b"})
+    other = plain._replace(hashes={"data_sha256": "c", "split_sha256": "d"})
+    assert [*alike.unlike([("a", plain), ("b", other)])] == ["data", "clients"]
+    for name, wanted in (
+        ("public_set", []),
+        ("init_from", ["clients"]),
+        ("availability", ["data"]),
+    ):
+        one = other._replace(flags=other.flags | {name: "file"})
+        assert [*alike.unlike([("a", plain), ("b", one)])] == wanted
+    # A sweep of one value has no other points.
+    points = [
+        (name, plain._replace(point={"x": 1}, flags=plain.flags | {"algo": name}))
+        for name in ("fedavg", "local", "local")
+    ]
+    assert alike.points(points) == ["local", "local"]
 
 
 def test_points_of_a_sweep_are_not_ranked():

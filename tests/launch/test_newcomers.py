@@ -395,6 +395,8 @@ def test_accuracies_by_architecture(monkeypatch):
         {
             "client_accuracy_narrow": found[0][is_even & ~unseen].mean(),
             "client_accuracy_other": found[0][~is_even & ~unseen].mean(),
+            "clients_in_client_accuracy_narrow": (is_even & ~unseen).sum(),
+            "clients_in_client_accuracy_other": (~is_even & ~unseen).sum(),
         }
     )
 

@@ -99,6 +99,19 @@ def test_numbers_are_the_summaries(folders, undrawn):
     assert rows["local"]["Global"] == "–" and rows["local"]["MB total"] == "0.0"
 
 
+def test_points_of_a_sweep_beside_another_run(folders):
+    """None is the best, as test rows would choose the point."""
+    first, other, _ = page_lib.read(folders)
+    points = [
+        first._replace(name=f"rate {x}", run=first.run._replace(point={"client_lr": x}))
+        for x in (0.1, 0.2)
+    ]
+    assert not page_lib._has_best([*points, other])
+    line = "No value is marked as the best, as rate 0.1, rate 0.2 are points of a sweep"
+    assert line in page_lib._best([*points, other])
+    assert page_lib._has_best([points[0], other])
+
+
 def test_it_is_whole(folders):
     """Pictures inside, both schemes, nothing from the network."""
     text = page_lib.page(page_lib.read(folders))
