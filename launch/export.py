@@ -76,6 +76,7 @@ def _by_flags(line: str, asked: Options) -> str:
     """A line about arguments of Python, with the options of this command."""
     name = "--owner=" if asked.owner else "--client="
     line = line.replace("client_id=", name).replace("give a client_id", "give --client")
+    line = line.replace(", or an owner's name,", ", or with --owner")
     return f"--{line}" if line.startswith("seed=") else line
 
 

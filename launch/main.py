@@ -40,6 +40,10 @@ def _execute(
         done = folder.open()
     if done is not None:
         folder.finish()
+        for name in ("tensorboard", "wandb"):
+            if getattr(experiment.config, name):
+                cure = f"build.load({str(folder.path)!r}, {name}=...).run() logs it"
+                say(f"note: --{name} has no effect on a finished run; {cure}")
         say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done
     config = experiment.config

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.config import sweep
+from launch.folder import finished
 from launch.machine import processes
 from launch.run import loop
 from launch.run.run import Run
@@ -49,7 +50,7 @@ class Wandb(loop.Listener):
 
         path = pathlib.Path(self._folder).resolve()
         known = path / "wandb.id"
-        if not (known.is_file() and known.read_text()):
+        if is_new := not (known.is_file() and known.read_text()):
             place = f"{socket.gethostname()}:{path}"
             # Earlier versions had an id for each path.
             earlier = hashlib.sha256(place.encode()).hexdigest()[:16]
@@ -61,6 +62,8 @@ class Wandb(loop.Listener):
             resume="allow",
             config=vars(run.config) | vars(run.hparams),
         )
+        if is_new:  # also where the run has begun without it
+            self.on_call(run, run.metrics)
 
     def on_call(self, run: Run, records: loop.Records) -> None:
         is_one = len(run.seeds) * len(run.points) == 1
@@ -125,5 +128,5 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, names)
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows(map(finished.finite, records))
     return file.getvalue()

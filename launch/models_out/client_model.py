@@ -103,7 +103,8 @@ class ClientModel(NamedTuple):
 
         Raises:
             ValueError: another suffix, or the client is not served by a single model
-                of an architecture (Split-Mix, Majority), which only a program can be.
+                of an architecture (Split-Mix, Majority, FedProto), which only a program
+                can be.
             OSError: it cannot be written.
         """
         path = model_files.checked(path, SUFFIXES)

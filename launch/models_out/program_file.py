@@ -1,7 +1,8 @@
 """Writes a model as a program that needs only jax: a `.stablehlo` file.
 
-It is `jax.export`'s serialization of a function from raw images [B, ...], of the data
-set's shape and type, to logits f32[B, Y] (of a text f32[B, T, V]), for any B and for
+It is `jax.export`'s serialization of a function from raw images [B, ...], of the type
+of the data set and the shape that the run trained on (after `--layout`, `--image_size`
+and `--image_channels`), to logits f32[B, Y] (of a text f32[B, T, V]), for any B and for
 each of `PLATFORMS`. Normalisation and parameters are inside the program. The function's
 name, `fun_name`, is a JSON with
 

@@ -63,7 +63,7 @@ def partition_counts(run: Run, seed: int | None) -> pandas.DataFrame:
 
     index = run.seed_index(seed)
     if run.data.num_words:
-        count = np.asarray(run.data.partition.train.count)[index]
+        count = np.asarray(run.data.partition.adapting.count)[index]
         frame = pandas.DataFrame({"no classes": count})
     else:
         frame = pandas.DataFrame(finished.class_counts(run)[index], columns=run.classes)

@@ -160,6 +160,28 @@ def test_wandb_runs_are_those_of_folders(tmp_path, monkeypatch):
     assert earlier == hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
+def test_a_run_that_began_without_wandb(tmp_path, monkeypatch, capsys):
+    """Has all of its records there, and a finished one is none to log."""
+    (tmp_path / "wandb.py").write_text(
+        "import types\n"
+        "steps = []\n"
+        "def init(**more):\n"
+        "    log = lambda values, step: steps.append(step)\n"
+        "    return types.SimpleNamespace(log=log, finish=lambda: 0)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"algo": "local", "workdir": str(tmp_path / "run"), **conftest.SIX}
+    build.experiment(**options).run(progress=False)
+    more = {"resume": True, "rounds": conftest.SIX["rounds"] + 1, "wandb": "mine"}
+    made = build.experiment(**options | more)
+    made.run(progress=False)
+    steps = sys.modules.pop("wandb").steps
+    assert steps == [record["round"] for record in made.metrics]
+    finished = f"--flagfile={tmp_path}/run/run.flags", f"--workdir={tmp_path}/run"
+    main.main(["main", *finished, "--tensorboard"])
+    assert "note: --tensorboard has no effect on a fini" in capsys.readouterr().out
+
+
 def test_wandb_is_missing(tmp_path):
     """One line says what to install."""
     made = build.experiment(
