@@ -286,8 +286,9 @@ class Dense(nn.Module):
         )
         kernel = self.param("kernel", kernel_init, (h.shape[-1], self.features))
         bias = self.param("bias", bias_init, (self.features,))
-        wide = forms.summed_in(h.dtype)
-        out = jnp.matmul(h, kernel.astype(h.dtype), preferred_element_type=wide)
+        # XLA's CPU has no product of bfloat16 in float32 for some layouts of `h`.
+        wide, kernel = forms.summed_in(h.dtype) or h.dtype, kernel.astype(h.dtype)
+        out = jnp.matmul(h.astype(wide), kernel.astype(wide))
         h = (out + bias).astype(h.dtype)
         if self.relu:
             h = nn.relu(h)

@@ -152,3 +152,12 @@ def test_a_run_learns_as_in_float32(precision, blobs):
     accuracy = [one["global_accuracy"] for one in found.values()]
     assert accuracy[0] > 0.5 and abs(accuracy[0] - accuracy[1]) < 0.1
     assert found["f32"] != found["bf16"] if precision == "bf16" else True
+
+
+def test_a_net_in_eval_mode_runs():
+    """Of pooled features, whose layout makes a product that XLA's CPU lacks."""
+    net = mixed.in_bfloat16(models.MODELS["convnet"](10, 0.0625))
+    images = jnp.ones((10, 16, 16, 1))
+    variables = net.init(jax.random.key(0), images)
+    logits, _ = jax.jit(net.forward)(*variables, images)
+    assert np.isfinite(logits).all() and logits.dtype == jnp.float32
