@@ -8,6 +8,7 @@ it is a program, `.stablehlo`. The folder is not changed.
 
 import dataclasses
 import pathlib
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 
@@ -76,7 +77,11 @@ def _by_flags(line: str, asked: Options) -> str:
     """A line about arguments of Python, with the options of this command."""
     name = "--owner=" if asked.owner else "--client="
     line = line.replace("client_id=", name).replace("give a client_id", "give --client")
-    line = line.replace(", or an owner's name,", ", or with --owner")
+    line = (
+        re.sub(r"expected [\d.]+, or an", "expected an", line)
+        if asked.owner
+        else line.replace(", or an owner's name,", ", or with --owner")
+    )
     return f"--{line}" if line.startswith("seed=") else line
 
 
