@@ -85,7 +85,7 @@ def _grouped(
     """A hash of each run, or that of the first run that may be the same.
 
     A hash has what the options `others` give too: of runs that differ in these it does
-    not tell whether they differ in the rest, and `compare` has refused that they do.
+    not tell whether the rest differs, which `build.compare` refuses.
     """
     found: list[tuple[Record, str | None]] = []
     for run in runs:
