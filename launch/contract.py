@@ -228,10 +228,12 @@ class _Runs:
 
     def _elsewhere(self) -> str:
         """Runs that compute clients otherwise end within rounding."""
-        together = f"{self._most} clients at a time"
-        for way, chunk, devices in ((together, self._most, 1), ("all devices", 1, 0)):
-            other = _ran(self._fresh(client_chunk=chunk, devices=devices))
-            if (by := _difference(self._first, other)) > self._tolerance:
+        ways = (
+            (f"{self._most} clients at a time", lambda: self._together),
+            ("all devices", lambda: _ran(self._fresh(client_chunk=1, devices=0))),
+        )
+        for way, other in ways:
+            if (by := _difference(self._first, other())) > self._tolerance:
                 return (
                     f"With {way} a number ends {by:.1e} away, more than "
                     f"{self._tolerance:g}: a client's function may read its own row "
@@ -241,17 +243,21 @@ class _Runs:
                 )
         return ""
 
+    @functools.cached_property
+    def _together(self) -> Experiment:
+        """Several clients at a time, beside padding rows that are copies of clients."""
+        return self._beside(_PADDING[0])
+
+    def _beside(self, number: float) -> Experiment:
+        """Several clients at a time, beside padding rows with so much more in them."""
+        inside = functools.partial(each_client.padded_with, number)
+        algo = self._watched.entry(inside=inside)
+        return _ran(self._fresh(client_chunk=self._most, algo=algo))
+
     def _beside_padding(self) -> str:
         """Rows of no client may have any numbers, which are as if nobody had them."""
-        one, other = (
-            _ran(
-                self._fresh(
-                    client_chunk=self._most, algo=self._watched.entry(inside=of)
-                )
-            )
-            for of in (functools.partial(each_client.padded_with, n) for n in _PADDING)
-        )
-        if not (by := _difference(one, other)):
+        by = _difference(self._together, self._beside(_PADDING[1]))
+        if not by:
             return ""
         return (
             f"With other numbers there one ends {by:.1e} away: what here.rows and "

@@ -110,13 +110,16 @@ class Schedule:
 
     def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options."""
-        held = self._held(self._place(trial), trial)
-        return held is not None and held["key"] == trial.key and "seconds" in held
+        return "seconds" in self._own(trial)
 
     def has_begun(self, trial: trials.Trial) -> bool:
         """Whether the folder has a run of a trial, with these options."""
+        return bool(self._own(trial))
+
+    def _own(self, trial: trials.Trial) -> dict[str, Any]:
+        """What the folder has of a trial with these options, {} if nothing."""
         held = self._held(self._place(trial), trial)
-        return held is not None and held["key"] == trial.key
+        return held if held is not None and held["key"] == trial.key else {}
 
     def write(self, trial: trials.Trial, **more: float) -> None:
         """Writes that a trial has begun, or with `seconds` that it is finished."""
