@@ -60,17 +60,5 @@ def without_norms(model: types.Model, shape: tuple[int, ...]) -> boundary.Divisi
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """FedBN as pure functions; ValueError for a model without batch norm."""
-    model = task.model
-    rest = without_norms(model, task.example_shape)
-    loss_fn = fp.cross_entropy_loss(model)
-
-    def whole(server: fp.Variables, norms: tuple) -> fp.Variables:
-        return rest.joined(rest.sent(server), norms)
-
-    def client_update(client: fp.Client, server: fp.Variables):
-        """The server's weights under the client's own batch norms, all trained."""
-        trained = fp.train(hparams, loss_fn, whole(server, client.own), client)
-        return trained, rest.kept(trained.variables)
-
-    given = {"own": rest.kept, "sent": rest, "build": whole}
-    return averaging.make(hparams, task, client_update, **given)
+    rest = without_norms(task.model, task.example_shape)
+    return averaging.partial(hparams, task, rest)

@@ -46,15 +46,4 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     cut = boundary.middle(hparams.shared_from, model, shape, "shared_from")
     is_upper = [stage >= cut for stage in range(len(model.stage_names))]
     upper = boundary.divided(is_upper, model, shape)
-    loss_fn = fp.cross_entropy_loss(model)
-
-    def whole(server: fp.Variables, own: tuple) -> fp.Variables:
-        return upper.joined(upper.sent(server), own)
-
-    def client_update(client: fp.Client, server: fp.Variables):
-        """Both parts together, from the server's upper and the own lower layers."""
-        trained = fp.train(hparams, loss_fn, whole(server, client.own), client)
-        return trained, upper.kept(trained.variables)
-
-    given = {"own": upper.kept, "sent": upper, "build": whole}
-    return averaging.make(hparams, task, client_update, **given)
+    return averaging.partial(hparams, task, upper)

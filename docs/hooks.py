@@ -40,6 +40,7 @@ INTERFACE = ("launch.build", "launch.contract.check")
 AUTHORS = (  # what docs/adding.md names
     "fedjax_pfl",
     "fedjax_pfl.averaging.make",
+    "fedjax_pfl.averaging.partial",
     "fedjax_pfl.decentralized.make",
     "fedjax_pfl.levels.make",
     "fedjax_pfl.boundary.middle",

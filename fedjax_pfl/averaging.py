@@ -187,6 +187,35 @@ def make(
     )
 
 
+def partial(
+    hparams: Averaging, task: types.Task, division: boundary.Division
+) -> types.Algorithm:
+    """An algorithm whose clients keep a part of the model, and average the other.
+
+    A client trains both parts together, from the server's `division.sent` and its own
+    `division.kept`, and is served the server's present part with its own:
+
+        (u_k, v_k) <- (u, v_k) - eta grad F_k(u, v_k)
+        u <- sum_k n_k / n u_k  (`--aggregation`)
+
+    This is FedSim of Pillutla, Malik, Mohamed, Rabbat, Sanjabi, Xiao: "Federated
+    Learning with Partial Model Personalization", ICML 2022,
+    https://arxiv.org/abs/2204.03809, where clients have several epochs of it.
+    """
+    loss_fn = local_training.cross_entropy_loss(task.model)
+
+    def whole(server: types.Variables, own: tuple) -> types.Variables:
+        return division.joined(division.sent(server), own)
+
+    def client_update(client: each_client.Client, server: types.Variables):
+        start = whole(server, client.own)
+        trained = local_training.train(hparams, loss_fn, start, client)
+        return trained, division.kept(trained.variables)
+
+    given = {"own": division.kept, "sent": division, "build": whole}
+    return make(hparams, task, client_update, **given)
+
+
 def without_own(start: types.Variables) -> dict[str, Any]:
     """For `own` of `make`: the row of a client that has no model of its own yet."""
     return {"own": start, "has_own": jnp.zeros((), bool)}
