@@ -7,7 +7,7 @@ of the next rounds' plans on the device. Meanwhile the host prepares the next.
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +126,7 @@ class Simulation:
         `cohort` has the next round's clients.
         """
         self._settle()
+        self._make_room([cohort])
         call = next(call for call in self.calls if variant in call.variants)
         mine = variant - call.variants.start
         state = stacked.at(call.state, slice(mine, mine + 1))
@@ -306,6 +307,17 @@ class Simulation:
         if self.program.num_rows != num_rows:
             self._use(self._with_rows(num_rows, self.execution), self.execution)
 
+    def _make_room(self, cohorts: Iterable[types.Cohort]) -> None:
+        """Makes room for the next round's clients, who may be in no window.
+
+        After the last round they are in none, and a model may be mixed from all peers.
+        """
+        layout = self.rows.layout
+        self.rows.grow(cohorts)
+        if self.rows.layout != layout:
+            self._window = None
+        self._fit_program()
+
     def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
         """The metrics of the present state, one (metrics, accuracies) pair per variant.
 
@@ -315,6 +327,8 @@ class Simulation:
         """
         self.start()
         self._fit_program()
+        if self.rows.goes_by_block(self.program.algorithm):
+            self._make_room(self.windows.drawn(self.round))
         out = []
         for call in self.calls:
             call.settle(self.totals)

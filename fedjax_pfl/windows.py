@@ -148,7 +148,7 @@ class Windows:
         known = self._begun(first)
         known = self._extended(known, end - first - len(known.drawn))
         if not known.drawn:
-            known = known._replace(drawn=(self._drawn(first),))
+            known = known._replace(drawn=(self.drawn(first),))
             needed = shapes.rounded_up_finely(int(np.max(known.needed)))
             self.capacity = max(self.capacity, needed)
             self._rows.grow(known.drawn[0])
@@ -176,7 +176,7 @@ class Windows:
         parts = [part[seed] for part in known.parts]
         return self.planner.window(seed, known.first, *size, drawn, parts)
 
-    def _drawn(self, round: int) -> list[types.Cohort]:
+    def drawn(self, round: int) -> list[types.Cohort]:
         """A round's cohort of each seed, without plans."""
         return [self.planner.drawn(seed, round) for seed in self._seeds]
 
@@ -193,7 +193,7 @@ class Windows:
         if known.is_full:
             return known
         for round in range(begin, min(begin + most, known.first + self.length)):
-            drawn = self._drawn(round)
+            drawn = self.drawn(round)
             rows = [self.planner.owned(i, one.client_id) for i, one in enumerate(drawn)]
             rows = np.reshape(rows, (len(rows), self._execution.num_devices, -1))
             needed = needed + rows.sum(2)
@@ -215,7 +215,7 @@ class Windows:
         """Bytes of plans per round for one seed, in a window as full as possible."""
         known = self._extended(Upcoming(0, self._rows.room()), self.length)
         if not known.drawn:
-            known = known._replace(drawn=(self._drawn(0),))
+            known = known._replace(drawn=(self.drawn(0),))
         leaves = jax.tree.leaves(self._planned(0, known).plans)
         return sum(leaf.nbytes for leaf in leaves) / len(known.drawn)
 

@@ -142,6 +142,23 @@ def test_models_of_a_cohort_for_which_there_is_no_room(vectors, grows, seed, rou
         np.testing.assert_array_equal(*found, err_msg=str(client))
 
 
+def test_the_last_evaluation_mixes_all_peers(vectors, monkeypatch):
+    """Of the round after the last, whose clients and peers are more than of any."""
+    monkeypatch.setattr(plan, "PEERS_ROUNDS", 1)
+    options = {"algo": "dfedavg", "num_peers": 2, "seed": 3, "rounds": 2, **TWO}
+    here, there = (made(vectors, where, **options) for where in ("device", "host"))
+    before = there.simulation.rows.layout
+    next_round = there.planner.drawn(0, 2)
+    assert before.fullest(next_round.needed) > before.rows_per_device
+    runs = [run.run(progress=False) for run in (here, there)]
+    assert there.simulation.rows.layout != before
+    assert runs[0]["parameters_sha256"] == runs[1]["parameters_sha256"]
+    assert untimed(here) == untimed(there)
+    for client in next_round.client_id[next_round.row_mask].tolist():
+        found = [e.predict(client, vectors[0][:5]) for e in (here, there)]
+        np.testing.assert_array_equal(*found, err_msg=str(client))
+
+
 @pytest.mark.parametrize("before,after", [("host", "device"), ("device", "host")])
 def test_resumed_where_rows_are_kept_otherwise(before, after, vectors, tmp_path):
     """With rows of two seeds, saved and loaded in either form."""
