@@ -42,7 +42,16 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import levels, losses, rng, shapes, stacked, types, widths
+from fedjax_pfl import (
+    levels,
+    local_training,
+    losses,
+    rng,
+    shapes,
+    stacked,
+    types,
+    widths,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +80,7 @@ class HParams(levels.Levels, fp.LocalTraining):
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes HeteroFL; raises ValueError if the model lacks narrower forms or levels."""
+    local_training.refuse_moments(task.tests_trained)
     nets, count = widths.models(hparams, task.model), len(levels.mix(hparams))
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]

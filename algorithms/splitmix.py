@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import levels, rng, shapes, stacked, traffic, widths
+from fedjax_pfl import levels, local_training, rng, shapes, stacked, traffic, widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ def first_bases(key: jax.Array, place: jax.Array, num_bases: int) -> jax.Array:
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes Split-Mix; raises ValueError without narrower forms or a base per level."""
+    local_training.refuse_moments(task.tests_trained)
     num_bases, parts = hparams.num_bases, len(levels.mix(hparams))
     if parts != num_bases:
         raise ValueError(

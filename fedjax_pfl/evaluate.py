@@ -340,7 +340,7 @@ def of_adapted(
     groups = algorithm.serving_groups(state, cohort, data, num_rows)
     peers = _of_peers(algorithm, groups)
     ids, members = exchange.behind((ids, members), peers)
-    data = data.replace(partition=part.replace(train=part.adapting))
+    data = data.replace(partition=part.replace(train=part.adapting, unseen=()))
     tables = part.test.start, part.test.count, is_sampled
     start, count, is_sampled = _of_ids(ids, *tables)
     own, known = None, jnp.zeros(num_rows, bool)

@@ -402,6 +402,18 @@ def train(
     return trained.replace(persists=opt_state is None)
 
 
+def refuse_moments(is_measured: bool) -> None:
+    """Refuses `--eval_moments` where what clients train is no model, with ValueError.
+
+    `is_measured` is `task.tests_trained`.
+    """
+    if is_measured:
+        raise ValueError(
+            "--eval_moments: what a client trains here is not the model that "
+            "serves it, and cannot be measured alone; omit it"
+        )
+
+
 def _tested(client: each_client.Client, variables: types.Variables) -> losses.Pair:
     """(a model's accuracy on the client's own test rows, 1), or 0 and 0 without any.
 
@@ -413,10 +425,7 @@ def _tested(client: each_client.Client, variables: types.Variables) -> losses.Pa
     wanted = model and shapes.variables(model, data.image.shape[1:])
     mine, wanted = (jax.tree.map(jnp.shape, one) for one in (variables, wanted))
     if mine != wanted:
-        raise ValueError(
-            "--eval_moments: what a client trains here is not the model that "
-            "serves it, and cannot be measured alone; omit it"
-        )
+        refuse_moments(is_measured=True)
     test = data.partition.test
     count, row_at = test.count[client.id], test.of(client.id)
     held = boundary.held(client.level, level)

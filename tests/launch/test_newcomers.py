@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ import optax
 import pandas
 import pytest
 
+import fedjax_pfl as fp
 import models
 from data import plan
-from fedjax_pfl import levels, traffic, types
+from fedjax_pfl import averaging, levels, local_training, traffic, types
 from launch import build
 from launch.folder import finished
 from tests.toys import model as toy
@@ -608,6 +610,49 @@ def test_moments_that_cannot_be_measured(algo, line):
     """One line."""
     with pytest.raises(ValueError, match=line):
         ran(algo=algo, eval_moments="both")
+
+
+@pytest.mark.parametrize(
+    "given", [{"algo": "heterofl"}, {"algo": "splitmix", "num_bases": 1}]
+)
+def test_moments_of_clients_with_a_part_of_the_model(given):
+    """Also with one level, whose part is all of it: padding would count as clients."""
+    with pytest.raises(ValueError, match="cannot be measured alone"):
+        planned(**given, level_mix="1", model="mlp", eval_moments="both")
+
+
+@pytest.mark.parametrize("unseen", [0, 3])
+def test_adapting_by_sums_over_the_rows_of_a_client(unseen):
+    """Each client's are its own train rows, also of those that never train."""
+
+    def make(hparams, task):
+        loss_fn = fp.cross_entropy_loss(task.model)
+
+        def client_update(client, server):
+            return fp.train(hparams, loss_fn, server, client)
+
+        def adapt(client, start, server):
+            """A model that answers with the classes of the client's rows, counted."""
+            key = client.stream("mine.sums")
+            count = local_training.sum_over_rows(
+                lambda batch: jnp.zeros(4).at[batch.label].add(batch.mask),
+                *(client.data, client.id, 5, key),
+            )
+            trained = fp.train(hparams, loss_fn, start, client)
+            zeros = jax.tree.map(jnp.zeros_like, trained.params)
+            last = jax.tree.map(lambda x: count if x.ndim == 1 else x, zeros[-1])
+            return trained.replace(params=(*zeros[:-1], last))
+
+        return averaging.make(hparams, task, client_update, adapt=adapt)
+
+    algo = SimpleNamespace(HParams=averaging.Averaging, make=make)
+    owner = np.repeat(np.arange(8), [20, 20, 20, 20, 28, 32, 40, 60])
+    given = {"algo": algo, "dataset": (X, owner % 4, owner), "fine_tune_epochs": 1}
+    made = ran(**given, unseen_clients=unseen)
+    last = made.metrics[-1]
+    assert last["fine_tuned_accuracy"] == 1
+    assert last.get("unseen_fine_tuned_accuracy", 1) == 1
+    assert ("unseen_fine_tuned_accuracy" in last) == (unseen > 0)
 
 
 def test_class_counts_are_of_clients_that_never_train_too():
