@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import numbers
@@ -338,6 +339,7 @@ class Workdir(loop.Listener):
                 raise ValueError(
                     f"{self.checkpoints} is damaged: its {name} is no {kind.__name__}"
                 )
+        self._check_flags(host.get("flags"))
         if round > wanted:
             self._refuse_fewer(round)
         # The checkpoint has the accuracies of all clients for its own window only.
@@ -348,6 +350,28 @@ class Workdir(loop.Listener):
                 f"--rounds={wanted} needs accuracies of clients after round "
                 f"{min(passed)}, which this run, at {round}, did not keep; give "
                 f"--rounds={enough} or more, or another --workdir"
+            )
+
+    def _check_flags(self, saved: Any) -> None:
+        """Refuses a checkpoint of another run, as where folders were copied together.
+
+        `saved` are the flags that it was saved with, None in those of earlier versions.
+        """
+        if saved is None:
+            return
+        run = self.run
+        try:
+            flags = flagfile.RunFlags(**saved).completed(run.config, run.hparams)
+            odd = flags.differences(self._flags)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{self.checkpoints} is damaged: its flags are none"
+            ) from error
+        if odd:
+            raise ValueError(
+                f"{self.checkpoints} is of another run than {self.path / RUN_FLAGS}, "
+                f"with {'; '.join(odd[:4])}, as where two folders were copied into "
+                "one; choose another --workdir"
             )
 
     def _refuse_fewer(self, round: int) -> NoReturn:
@@ -421,6 +445,7 @@ class Workdir(loop.Listener):
             "records": self.records,
             "rounds": self.run.config.rounds,
             "window": list(self.run.window),
+            "flags": dataclasses.asdict(self._flags),
         }
         checkpoint.save(folder, self.run.round, arrays, kept, keep)
 

@@ -64,6 +64,18 @@ def wanted(table: Mapping[str, Any]) -> tuple[str, ...]:
     return ("seed", "round", "bytes_up", "bytes_down", *sorted(names - {"mb"}))
 
 
+def has_wanted(done: Mapping[str, Any], table: Mapping[str, Any]) -> bool:
+    """Whether a finished cell has the records that its table's curves need.
+
+    These are of metrics that the run has, which not all rows of a table have.
+    """
+    names = wanted(table)
+    kept = {name for record in done.get("records", ()) for name in record}
+    lacking = set(names) - kept
+    of_run = done.get("last_round", done["metrics"]).keys()
+    return not names or (bool(kept) and not lacking & of_run)
+
+
 def kept(records: Records, table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The part of a cell's records that its table needs, [] if it needs no curve."""
     names = wanted(table)

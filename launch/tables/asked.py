@@ -126,6 +126,12 @@ class Asked:
                 )
         tuning.check(self.tune)
         for name, values in self.tune.items():
+            if trials.is_of_python(trials.as_json(values)):
+                raise ValueError(
+                    f"study: tune: {name}: expected numbers, texts or bools; give each "
+                    'object of Python a row of its own, as {"mine": {"algo": "fedavg", '
+                    f'"{name}": ...}}'
+                )
             if not values or len(set(map(str, values))) < len(values):
                 raise ValueError(f"study: tune: {name}: expected different values")
         fine_tuned = [row for row in self.rows if row.endswith(FINE_TUNED)]
@@ -134,9 +140,9 @@ class Asked:
             if fine_tuned and not (options.get(_EPOCHS) or _EPOCHS in self.tune):
                 where = f" in {setting}" * bool(setting)
                 raise ValueError(f"study: {fine_tuned[0]}{where} needs {_EPOCHS}")
-            for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
-                if name in options:
-                    raise ValueError(f"study: {name} is decided by the study; omit it")
+            _check_decided(options)
+        for row, own in self.methods.items():
+            _check_decided(own, f"row {row}: ")
 
     def check_row(self, what: str, name: str) -> None:
         """Refuses a name that is no row's; "" is none."""
@@ -202,10 +208,11 @@ class Asked:
         val = next(iter(compared.values())).data.partition.val
         has_val = not isinstance(val, tuple)
         runs = [(made.config, has_val) for made in compared.values()]
-        if self.tune and options.get("summary") == "best":
+        by_test = [n for n, made in compared.items() if made.config.summary == "best"]
+        if self.tune and by_test:
             raise ValueError(
-                "study: summary=best chooses rounds by test rows, which tune must "
-                "not; omit it, or take best_validation"
+                f"study: summary=best chooses rounds by test rows, which tune must not "
+                f"({', '.join(by_test)}); omit it, or take best_validation"
             )
         if self.tune and not has_val:
             raise ValueError(
@@ -256,6 +263,13 @@ class Asked:
 def slug(name: str) -> str:
     """A name as that of a file or folder."""
     return cells.slug(name).replace("/", "-")
+
+
+def _check_decided(options: Mapping[str, Any], where: str = "") -> None:
+    """Refuses options that are not those of a single run."""
+    for name in ("num_seeds", "sweep", "workdir", "resume", "target"):
+        if name in options:
+            raise ValueError(f"study: {where}{name} is decided by the study; omit it")
 
 
 def _methods(rows: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -177,9 +177,10 @@ class Table:
             teacher, taught = by_place.get(cell.teacher), {}
             if teacher is not None:
                 taught = {"teacher": str(self.folder(teacher) / MODEL)}
-            found = self.kept.get(folder.name, options)
-            if found and curves.wanted(self.sheet) and not found.get("records"):
-                found = None  # of a table that needed no curve
+            whole = self._whole(cell, by_place)
+            found = self.kept.get(folder.name, whole)
+            if found and not curves.has_wanted(found, self.sheet):
+                found = None  # of a table that needed other curves
             if found is None and is_dry:
                 found = stored(folder, options | taught)
                 found = found and found | {"clients": clients(folder)}
@@ -199,12 +200,19 @@ class Table:
                     records = curves.kept(found["records"], self.sheet)
                     with ending.writing("cells", self.asked.cells):
                         done = found | {"records": records}
-                        self.kept.put(folder.name, options, done)
+                        self.kept.put(folder.name, whole, done)
                     if self.asked.drop_checkpoints and cell.place not in teachers:
                         _drop_last(folder / finished.CHECKPOINTS)
             self.results[cell.place] = found
             if is_new or cell is in_turn[-1]:
                 yield
+
+    def _whole(self, cell: cells.Cell, by_place: Mapping[Any, Any]) -> dict[str, Any]:
+        """The options of a cell's run, with those of its teacher's as `taught_by`."""
+        options, teacher = cell.options | self.seeds, by_place.get(cell.teacher)
+        if teacher is None:
+            return options
+        return options | {"taught_by": self._whole(teacher, by_place)}
 
     def _write_model(self, teacher: cells.Cell) -> None:
         """Writes the first seed's server model of a teacher to `MODEL` in its folder.

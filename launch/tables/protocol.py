@@ -63,7 +63,7 @@ class Study:
         self.schedule = schedule.Schedule(self.asked, prepared, self.folder)
         self._noted: list[str] = prepared.notes
         self._told: dict[str, None] = {}  # lines of the last run, in order
-        self._records: dict[str, Record] = {}
+        self._records: dict[pathlib.Path, Record] = {}
 
     def _prepared(self) -> tuple[dict[str, Any], asked.Prepared]:
         """What the folder's file says, or is to say, and the study made ready."""
@@ -218,7 +218,8 @@ class Study:
             self.failed.append(trial.name)
             return False
         seconds = round(time.perf_counter() - begin, 1)
-        self.schedule.write(trial, seconds=seconds)
+        done = finished.read(self.schedule.path(trial))
+        self.schedule.write(trial, seconds=seconds, **schedule.fingerprint(done))
         return True
 
     def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
@@ -263,9 +264,11 @@ class Study:
             if final is None or not self.schedule.is_finished(final):
                 out[row] = None
                 continue
-            if final.name not in self._records:
-                self._records[final.name] = record.read(self.schedule.path(final))
-            found = self._records[final.name]
+            path = self.schedule.path(final)
+            if path not in self._records:
+                self._records[path] = record.read(path)
+            found = self._records[path]
+            self.schedule.check(final, found.summary)
             is_fine_tuned = self.schedule.choice(setting, row).is_fine_tuned
             out[row] = derived.fine_tuned(found) if is_fine_tuned else found
         return out

@@ -15,6 +15,12 @@ from launch.tables import store, trials, tuning
 from launch.tables.asked import FINE_TUNED, Asked, Prepared, slug
 
 
+def fingerprint(done: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a finished run from others, of its summary: rounds and parameters."""
+    names = "rounds", "parameters_sha256"
+    return {name: done[name] for name in names if name in done}
+
+
 class Schedule:
     """The trials of a study, by what its folder has of them.
 
@@ -109,8 +115,19 @@ class Schedule:
         return self._folder / "runs" / self._place(trial)
 
     def is_finished(self, trial: trials.Trial) -> bool:
-        """Whether a trial is finished, with these options."""
-        return "seconds" in self._own(trial)
+        """Whether a trial is finished, with these options, and its run is there."""
+        is_there = (self.path(trial) / finished.SUMMARY).is_file()
+        return is_there and "seconds" in self._own(trial)
+
+    def check(self, trial: trials.Trial, done: Mapping[str, Any]) -> None:
+        """Refuses the summary of another run than the one that finished a trial."""
+        held, now = self._own(trial), fingerprint(done)
+        if odd := [name for name in now if held.get(name, now[name]) != now[name]]:
+            raise ValueError(
+                f"{self.path(trial)} holds another run than the study finished "
+                f"({odd[0]} {now[odd[0]]}, not {held[odd[0]]}); put that back, or "
+                f"remove this folder, so that run() trains {trial.name} again"
+            )
 
     def has_begun(self, trial: trials.Trial) -> bool:
         """Whether the folder has a run of a trial, with these options."""
@@ -121,7 +138,7 @@ class Schedule:
         held = self._held(self._place(trial), trial)
         return held if held is not None and held["key"] == trial.key else {}
 
-    def write(self, trial: trials.Trial, **more: float) -> None:
+    def write(self, trial: trials.Trial, **more: Any) -> None:
         """Writes that a trial has begun, or with `seconds` that it is finished."""
         path = self._folder / "cells" / f"{self._place(trial)}.json"
         store.write(path, {"key": trial.key, **more})

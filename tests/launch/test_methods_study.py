@@ -11,6 +11,7 @@ import types
 import zipfile
 
 import numpy as np
+import optax
 import pandas
 import pytest
 from scipy import stats
@@ -276,6 +277,16 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"tune": {"proximal_weight": [1.0, 2.0]}}, "no method has the option"),
         ({"tune": {"client_lr": [1.0, 1.0]}}, "expected different values"),
         ({"num_seeds": 2}, "is decided by the study"),
+        ({"methods": {"local": {"sweep": "client_lr=0.1,0.2"}}}, "row local: sweep"),
+        ({"methods": {"local": {"num_seeds": 3}}}, "row local: num_seeds is decided"),
+        (
+            {"methods": {"local": {}, "fedavg": {"summary": "best"}}},
+            "chooses rounds by test rows, which tune must not (fedavg)",
+        ),
+        (
+            {"tune": {"client_optimizer": [optax.sgd, optax.adam]}},
+            "tune: client_optimizer: expected numbers, texts or bools",
+        ),
         ({"seeds": 0}, "expected 1 or more"),
         ({"seeds": "2"}, "its seeds is a text, an integer is expected"),
         ({"tune": {"client_lr": [-1, 0.1]}}, "--client_lr=-1: expected at least 0"),
@@ -295,6 +306,52 @@ def test_refused_in_a_line(more, line):
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         made(**more)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A study without tuning that has run in a folder of its own."""
+    given = {"seeds": 1, "tune": {}, "fine_tune_epochs": 0, "control": ""}
+    methods = {"methods": ["local", "fedavg"]}
+    return lambda: made(tmp_path / "study", **methods, **given)
+
+
+@pytest.mark.parametrize("change", ["another's", "longer"])
+def test_runs_that_are_not_those_that_the_study_finished(change, alone):
+    """A table does not show what came into a row's folder since then."""
+    runs = alone().run(progress=False).folder / "runs"
+    if change == "longer":
+        more = {"rounds": 4, "resume": True, "workdir": str(runs / "local")}
+        build.load(runs / "local", dataset=(X, Y), **more).run(progress=False)
+    else:
+        shutil.copytree(runs / "fedavg", runs / "local", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="holds another run than the study") as error:
+        alone().table()
+    line = str(error.value)
+    assert "\n" not in line and "run() trains local again" in line
+    shutil.rmtree(runs / "local")
+    assert alone().lines()[0].split() == ["local", "to", "run"]
+    assert alone().run(progress=False).runs()["local"].flags["algo"] == "local"
+
+
+def test_two_rows_whose_runs_have_one_name(choosing, monkeypatch):
+    """Of a fine-tuned row and of a row that is called as its run."""
+    where = "launch.tables.protocol"
+    monkeypatch.setattr(
+        f"{where}.record.read", lambda path: types.SimpleNamespace(summary={"at": path})
+    )
+    monkeypatch.setattr(f"{where}.derived.fine_tuned", lambda run: run)
+    metrics = {"client_accuracy": 0.5, "fine_tuned_accuracy": 0.6}
+    other = {"client_accuracy": 0.4, "fine_tuned_accuracy": 0.7}
+    points = (0.1, metrics), (0.2, other)
+    rows = {"fedavg": {}, "fedavg+ft": {}, "fedavg.ft": {"algo": "local"}}
+    tune = {"client_lr": [0.1, 0.2]}
+    study = choosing(lambda path: swept(*points), rows, tune=tune)
+    finals = [study.schedule.final("", row) for row in rows]
+    assert [one.name for one in finals] == ["fedavg", "fedavg.ft", "fedavg.ft"]
+    monkeypatch.setattr(study.schedule, "path", lambda one: pathlib.Path(str(one.key)))
+    found = [run.summary["at"] for run in study.runs().values()]
+    assert found == [pathlib.Path(str(one.key)) for one in finals]
 
 
 def test_options_that_no_sweep_takes(tmp_path):
@@ -1263,11 +1320,12 @@ def test_a_row_shows_fine_tuned_clients_where_they_are_better(
     """By validation rows; equal is not better."""
     metrics = {"client_accuracy": 0.5, "fine_tuned_accuracy": tuned}
     where = "launch.tables.protocol"
-    monkeypatch.setattr(f"{where}.record.read", lambda path: "plain")
-    monkeypatch.setattr(f"{where}.derived.fine_tuned", lambda run: "tuned")
+    found = {name: types.SimpleNamespace(summary={}) for name in ("plain", "tuned")}
+    monkeypatch.setattr(f"{where}.record.read", lambda path: found["plain"])
+    monkeypatch.setattr(f"{where}.derived.fine_tuned", lambda run: found["tuned"])
     rows, tune = ["fedavg", "fedavg+ft"], {"client_lr": [0.1]}
     study = choosing(lambda path: swept((0.1, metrics)), rows, tune=tune)
-    assert study.runs() == {"fedavg": "plain", "fedavg+ft": shown}
+    assert study.runs() == {"fedavg": found["plain"], "fedavg+ft": found[shown]}
 
 
 def test_a_table_has_the_control_of_its_study(monkeypatch):

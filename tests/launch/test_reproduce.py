@@ -243,7 +243,42 @@ def test_a_teacher_is_made_again(taught, tmp_path, capsys):
     reproduce.command([*argv, "--row=Taught"])
     assert json.loads(path.read_text())["parameters_sha256"] == expected
     kept = json.loads((tmp_path / "kept").read_text())
-    assert kept["half-taught-seed0-0"]["options"]["teacher"] == "Large"
+    options = kept["half-taught-seed0-0"]["options"]
+    assert options["teacher"] == "Large"
+    assert options["taught_by"] == kept["all-large-seed0-0"]["options"]
+    dry = [*argv, "--row=Taught", "--workdir=elsewhere", "--dry_run"]
+    assert "| Taught | missing |" not in run(dry, capsys)
+    changed(
+        tmp_path, lambda sheet: sheet["rows"]["Large"]["options"].update(client_lr=0.3)
+    )
+    assert "| Taught | missing |" in run(dry, capsys)
+
+
+def changed(folder, change):
+    """Changes the table's file."""
+    path = folder / "tiny.json"
+    paper = json.loads(path.read_text())
+    change(paper["sheets"]["one"])
+    path.write_text(json.dumps(paper))
+
+
+def test_kept_cells_of_a_table_that_wants_another_curve(sweep, tmp_path, capsys):
+    """Their runs are read again; a metric that a row does not have is a gap."""
+    write, argv = sweep
+    argv = [*argv, "--cells=kept", "--scenario=alpha=1"]
+    until = {"row": "FedAvg", "share": 0.5, "metrics": ["client_accuracy"]}
+    write(until=until)
+    reproduce.command(argv)
+    until["metrics"].append("train_loss")
+    changed(tmp_path, lambda sheet: sheet.update(until=until))
+    shown = run(argv, capsys).splitlines()
+    ours, nobody = (
+        [line for line in shown if line.startswith(f"| {row} | ")][-1]
+        for row in ("FedAvg", "Majority")
+    )
+    assert ours.count("|") == 4 and "missing" not in ours and nobody.endswith("| - |")
+    kept = json.loads((tmp_path / "kept").read_text())
+    assert "train_loss" in kept["alpha1-fedavg-seed0-0"]["records"][0]
 
 
 def test_a_row_that_a_column_does_not_have(taught, capsys):

@@ -408,6 +408,20 @@ def test_an_extension_leaves_no_old_summary(whole, blobs, monkeypatch, capsys):
     }
 
 
+def test_the_checkpoint_of_another_run(blobs, tmp_path, capsys):
+    """Two folders copied into one: the flags are of one, and the state of the other."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    run(blobs, one, "--client_lr=0.5", rounds=4)
+    run(blobs, other, "--client_lr=0.001", rounds=2)
+    shutil.copytree(other, one, dirs_exist_ok=True)
+    before = contents(one)
+    with pytest.raises(SystemExit):
+        run(blobs, one, "--client_lr=0.001", "--resume", rounds=6)
+    line = capsys.readouterr().err
+    assert "--client_lr=0.5, not 0.001, as where two folders" in line
+    assert contents(one) == before
+
+
 def test_resume_alone_means_the_rounds_of_the_run(whole, blobs, capsys):
     """Finished: its table. Not the default number of rounds."""
     bare = (whole / "run.flags").read_text().splitlines()
