@@ -278,7 +278,7 @@ def test_kept_cells_of_a_table_that_wants_another_curve(sweep, tmp_path, capsys)
     )
     assert ours.count("|") == 4 and "missing" not in ours and nobody.endswith("| - |")
     kept = json.loads((tmp_path / "kept").read_text())
-    assert "train_loss" in kept["alpha1-fedavg-seed0-0"]["records"][0]
+    assert "train_loss" in kept["alpha1-fedavg-seed0-0"]["records"][-1]
 
 
 def test_a_row_that_a_column_does_not_have(taught, capsys):
