@@ -269,7 +269,7 @@ def test_kept_cells_of_a_table_that_wants_another_curve(sweep, tmp_path, capsys)
     until = {"row": "FedAvg", "share": 0.5, "metrics": ["client_accuracy"]}
     write(until=until)
     reproduce.command(argv)
-    until["metrics"].append("train_loss")
+    until["metrics"].append("global_loss")
     changed(tmp_path, lambda sheet: sheet.update(until=until))
     shown = run(argv, capsys).splitlines()
     ours, nobody = (
@@ -278,7 +278,7 @@ def test_kept_cells_of_a_table_that_wants_another_curve(sweep, tmp_path, capsys)
     )
     assert ours.count("|") == 4 and "missing" not in ours and nobody.endswith("| - |")
     kept = json.loads((tmp_path / "kept").read_text())
-    assert "train_loss" in kept["alpha1-fedavg-seed0-0"]["records"][-1]
+    assert "global_loss" in kept["alpha1-fedavg-seed0-0"]["records"][-1]
 
 
 def test_a_row_that_a_column_does_not_have(taught, capsys):
