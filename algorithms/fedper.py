@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import aggregate, boundary, losses, options, stacked, traffic
+from fedjax_pfl import aggregate, boundary, losses, options, shapes, stacked, traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +170,15 @@ def _schedule(hparams: HParams, task: fp.Task) -> boundary.Schedule:
     model, shape = task.model, task.example_shape
     if not hparams.layer_dropping:
         cut = boundary.first_personal(hparams.personal_from, model, shape)
-        if cut == len(model.stage_names) and not hparams.personal_from:
-            cure = "a model that has one, or name a stage with --personal_from"
-            if cut == 1:
+        params, _ = shapes.variables(model, shape)
+        is_asked = hparams.personal_from == "none"
+        if not is_asked and not jax.tree.leaves(params[cut:]):
+            cure = "a model that has some, or an earlier stage as --personal_from"
+            if len(model.stage_names) == 1:
                 cure = boundary.SEVERAL_STAGES
+            after = hparams.personal_from or "its last convolution"
             raise ValueError(
-                f"--model={model.name} has no stage after its last convolution "
+                f"--model={model.name} has no parameters after {after} "
                 f"({', '.join(model.stage_names)}), so nothing would be personal; take "
                 f"{cure}"
             )

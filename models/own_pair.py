@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from models import own_stage
 
@@ -31,9 +32,13 @@ class Stage(own_stage.Stage):
 
     def drawn(self, key: jax.Array, x: jax.Array) -> dict[str, Any]:
         """The parameters that `init` gives, or a ValueError if they are not a dict."""
+        own_stage.check_modes(self.function)
+        if isinstance(getattr(self.init, "__self__", None), nn.Module):
+            raise ValueError("init is a flax module's; give the module itself")
         params = self.init(*((key, x) if _takes_examples(self.init) else (key,)))
         if kind := _odd(params):
-            raise ValueError(f"init gives a {kind}, expected a nested dict of arrays")
+            line = "expected a nested dict of arrays, with texts as names"
+            raise ValueError(f"init gives a {kind}, {line}")
         params = jax.tree.map(jnp.asarray, own_stage.without_slashes(params))
         return {"params": params}
 
@@ -54,6 +59,8 @@ def _odd(tree: Any, arrays: tuple[type, ...] = ()) -> str:
     A list, for instance, would not be one in a model's file.
     """
     if isinstance(tree, Mapping):
+        if odd := [name for name in tree if not isinstance(name, str)]:
+            return f"dict with the name {odd[0]!r}"
         return next(filter(None, (_odd(one, ARRAYS) for one in tree.values())), "")
     return "" if isinstance(tree, arrays) else type(tree).__name__
 

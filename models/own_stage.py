@@ -2,11 +2,15 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+# The names under which a call learns whether it is one of training
+MODES = "train", "training", "is_training", "deterministic", "use_running_average"
 
 
 class Stage:
@@ -44,6 +48,21 @@ def modes(
         "use_running_average": not train,
     } | more
     return {name: value for name, value in values.items() if name in names}
+
+
+def check_modes(function: Callable[..., Any]) -> None:
+    """Refuses an argument that looks like the mode, and whose name is not passed.
+
+    Its default would be the mode of training and of tests. Raises a ValueError.
+    """
+    for name, parameter in inspect.signature(function).parameters.items():
+        is_named = name in MODES or not re.search("train|eval|infer", name)
+        if isinstance(parameter.default, bool) and not is_named:
+            raise ValueError(
+                f"its argument {name} is not passed, as the mode has the name "
+                f"{', '.join(MODES[:-1])} or {MODES[-1]}; call it so, or otherwise if "
+                "it is not the mode"
+            )
 
 
 def without_slashes(tree: Any) -> Any:

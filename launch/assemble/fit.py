@@ -89,10 +89,11 @@ def _ask(
     Equal modules may refer to objects that have changed, and then differ in `digest`.
     """
     model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
-    if model.takes == "tokens" and own_checks.gives_nan(model, examples):
+    if model.takes != "numbers" and own_checks.gives_nan(model, examples):
+        last = examples.max()  # such as the word that stands for hidden ones
         raise ValueError(
-            f"{flag}: {model.name} gives nan for the hidden word {num_classes}; it "
-            f"needs an embedding of {num_classes + 1} words"
+            f"{flag}: {model.name} gives nan for the token {last}; it needs an "
+            f"embedding of {last + 1} words"
         )
     is_image = len(shape) == 3 and model.takes == "numbers"
     if len(forms) > 1 and is_image and own_checks.flattens_maps(*forms, examples):
@@ -107,6 +108,12 @@ def _ask(
             "mode; a linen module names `train`, `deterministic` or "
             "`use_running_average` in its __call__, and an nnx module is given as it "
             "is, without a bridge, and leaves the mode to eval()"
+        )
+    if own_checks.depends_on_padding(model, examples):
+        raise ValueError(
+            f"{flag}: {model.name} computes in train mode with examples that only fill "
+            "a batch; a module that mixes examples, such as a norm over the batch, "
+            "names `sample_mask` bool[B], the real ones, in its __call__"
         )
 
 

@@ -1,7 +1,7 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -165,6 +165,16 @@ def _check_alike(given: Mapping[str, Any]) -> None:
     processes.check_equal(named, "give all processes the same options")
 
 
+def _places(found: Sequence[str], wanted: Sequence[str], public_set: str) -> list[int]:
+    """Where a public table has the columns of the data; ValueError without one."""
+    if lacking := [name for name in wanted if name not in found]:
+        raise ValueError(
+            f"--public_set={public_set} has no column {lacking[0]}, which the clients' "
+            "data have; its columns are taken by name"
+        )
+    return [found.index(name) for name in wanted]
+
+
 def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray | None:
     """The train images of `--public_set`, checked against those of the data set."""
     if config.public_set == "none":
@@ -181,6 +191,8 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
     public = loaders.load(**given, flag="public_set", layout=layout)
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
+    if source.columns is not None and public.columns is not None:
+        image = image[:, _places(public.columns, source.columns, config.public_set)]
     if image.shape[1:] != source.image.shape[1:] or image.dtype != source.image.dtype:
         raise ValueError(
             f"--public_set={config.public_set} has {image.dtype} images of shape "

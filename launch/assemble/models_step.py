@@ -25,7 +25,8 @@ class Models(NamedTuple):
         teacher, taught: The model of `--teacher` and its variables, or None and ().
         known: The facts that the files of `--init_from` and `--teacher` record.
         hashes: Hashes of what custom models compute, by name.
-        notes: A line for each model whose last exit serves alone.
+        notes: A line for each model whose last exit serves alone, or whose statistics
+            stand still.
     """
 
     server: types.Model
@@ -113,7 +114,7 @@ def _by_name(
     """Makes models by name, checked on the data, with hashes of the custom ones.
 
     A line is returned for each model whose last exit serves alone, since the method
-    has no use for the others.
+    has no use for the others, and for each whose statistics stand still.
     """
     config, source = settings.config, settings.source
     by_name = {name: _model(settings, name) for name in dict.fromkeys(names)}
@@ -139,6 +140,12 @@ def _by_name(
         sizes = source.num_classes, config.model_width
         few = _few_examples(settings, normal)
         hashes[name] = fit.check_own(flag, model, *sizes, few)
+        if own_checks.stands_still(model, few):
+            notes.append(
+                f"--{flag}={name} has statistics that train mode does not change; a "
+                "linen module learns the mode as `train`, `training`, `is_training`, "
+                "`deterministic` or `use_running_average` of its __call__"
+            )
         by_name[name] = computed.distinct(model, hashes[name])
     return by_name, hashes, tuple(notes)
 
@@ -168,6 +175,8 @@ def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
     few = source.image[:4].copy()
     if source.is_text:
         few[:, 0] = source.num_classes  # a hidden word
+    elif source.takes == "labelled tokens":
+        few[:, 0] = source.image.max()
     elif source.takes == "numbers":
         few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
     return few

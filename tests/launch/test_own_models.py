@@ -242,9 +242,110 @@ def bridged():
     return nnx.bridge.to_linen(Net)
 
 
+class Mean(nn.Module):
+    """A norm of its own over the batch, which asks for the real examples or not."""
+
+    is_masked: bool = False
+
+    @nn.compact
+    def __call__(self, x, train, sample_mask):
+        h, size = nn.Dense(5)(x), len(x)
+        mean = self.variable("batch_stats", "mean", lambda: np.zeros(5, np.float32))
+        weight = sample_mask[:, None] if self.is_masked else np.ones((size, 1))
+        if train:
+            mean.value = (h * weight).sum(0) / weight.sum()
+        return nn.Dense(2)(h - mean.value)
+
+
+class Late(nn.Module):
+    """Asks for the mode under a name of its own."""
+
+    @nn.compact
+    def __call__(self, x, is_train=False):
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=not is_train)(x))
+
+
+class Deaf(nn.Module):
+    """Hands on what it is called with, which is nothing."""
+
+    @nn.compact
+    def __call__(self, x, **mode):
+        return nn.Dense(2)(nn.BatchNorm(use_running_average=True)(x))
+
+
+class Id(nn.Module):
+    """A stage without parameters."""
+
+    def __call__(self, x):
+        return x
+
+
+TWIN = Twin(Net(nnx.Rngs(0)))
+
+
+def test_a_norm_over_the_real_examples():
+    """It is taken, and a client's statistics are those of its rows alone."""
+    run = made(model=Mean(is_masked=True), algo="local", batch_size=32, client_lr=1e-9)
+    run.run(progress=False)
+    for client in range(4):
+        model = run.client_model(client)
+        (params, *_), (stats, *_) = model.variables
+        own = run.data.normalised(data()[0][run.rows(client, "train")])
+        first = params["own_Mean"] if "own_Mean" in params else params
+        dense = next(one for one in jax.tree.leaves(first) if one.shape == (6, 5))
+        wanted = (own @ dense).mean(0)
+        np.testing.assert_allclose(*jax.tree.leaves(stats), wanted, atol=1e-5)
+
+
+def test_statistics_that_no_mode_moves_are_noted():
+    """The run begins all the same, as a frozen norm may be meant."""
+    (line,) = [one for one in made(model=Deaf(), algo="fedavg").notes if "train" in one]
+    assert "has statistics that train mode does not change" in line
+    quiet = made(model=TWIN, algo="fedavg").notes
+    assert not [one for one in quiet if "statistics" in one]
+
+
+def of_tokens(most):
+    """Rows of four tokens with a label, and a test row with the token `most`."""
+    x = np.random.default_rng(0).integers(0, 50, (72, 4))
+    test = np.full((4, 4), most)
+    given = {"dataset": (x, x[:, 0] % 2), "test": (test, test[:, 0] % 2)}
+    return given | {"partition": "iid", "num_clients": 4, "test_split": "official"}
+
+
+class Words(nn.Module):
+    """A mean of 50 embeddings."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.Embed(50, 4)(x).mean(1))
+
+
+def test_tokens_of_test_rows_have_an_embedding():
+    """One that has none would be answered from nan."""
+    assert made(model=Words(), algo="fedavg", **of_tokens(49)).round == 0
+    with pytest.raises(ValueError, match="nan for the token 50; .* of 51 words"):
+        made(model=Words(), algo="fedavg", **of_tokens(50))
+
+
 @pytest.mark.parametrize(
     "given, part",
     [
+        ({"model": Mean()}, "examples that only fill a batch; .* `sample_mask`"),
+        ({"model": Late()}, "its argument is_train is not passed"),
+        ({"model": (TWIN.init, TWIN.apply)}, "init is a flax module's; give the mod"),
+        (
+            {"model": (lambda key: {0: np.ones((6, 2))}, lambda p, x: x @ p[0])},
+            "a dict with the name 0, expected a nested dict of arrays, with texts",
+        ),
+        (
+            {"model": [nn.Dense(2), Id()], "algo": "fedper", "personal_from": "last"},
+            "no parameters after last .*, so nothing would be personal",
+        ),
+        (
+            {"model": [nn.Dense(3), nn.Dense(2), Id()], "algo": "fedrep"},
+            "so nothing would be personal",
+        ),
         ({"model": Stuck}, "own_Stuck depends in eval mode on the other examples"),
         ({"model": [("one", bridged())]}, "depends in eval mode on the other examples"),
         ({"model": Net, "algo": "fedper"}, r"Body\(\), Head\(\).*Sequential.*split="),
