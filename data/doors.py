@@ -218,6 +218,15 @@ def _of_clients(given: Any, where: str) -> Rows | None:
         is_empty = isinstance(one, tuple) and not one
         pair = one if is_empty else _pair(one)
         if pair is None:
+            if held is given and all(map(_is_of_client, held.values())):
+                got = f"a {type(one).__name__}"
+                if isinstance(one, (tuple, list)):
+                    got += f" of {' and '.join(f'{list(np.shape(x))}' for x in one)}"
+                raise ValueError(
+                    f"{where}: {labels.limited(str(name))}: got {got}; expected the "
+                    'arrays (x, y) or {"x": x, "y": y}, x [N, ...] and y [N] (of '
+                    "one-hot ones y.argmax(1))"
+                )
             return None
         parts[name] = pair
     some = [pair for pair in parts.values() if pair]
@@ -262,7 +271,22 @@ def _of_clients(given: Any, where: str) -> Rows | None:
         notes = (f"{line}left out: {shown}",)
     # As a list, numpy would make texts of numbers beside some.
     names = labels.as_array(list(parts), where)
+    if names.ndim != 1:
+        odd = next(one for one in parts if not np.isscalar(one))
+        raise ValueError(
+            f"{where}: clients are called by texts or whole numbers, got {odd!r}"
+        )
     return Rows((x, y, np.repeat(names, sizes)), notes=notes)
+
+
+def _is_of_client(value: Any) -> bool:
+    """Whether it is meant as the rows of a client: two arrays, a table or a dict."""
+    if isinstance(value, (tuple, list)):
+        of_rows = [one for one in value if hasattr(one, "__len__")]
+        return len(value) == len(of_rows) == 2 and not any(
+            isinstance(one, (str, bytes)) for one in value
+        )
+    return isinstance(value, Mapping) or is_frame(value)
 
 
 def _is_listed(value: Any) -> bool:

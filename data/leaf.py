@@ -73,7 +73,8 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         found = _seen(root, "*.json") if root.is_dir() else [root]
     if not found or not found[0].exists():
         raise ValueError(f"there is no JSON of LEAF ({WANTED.rpartition(',')[0]})")
-    rows = [one for file in found for one in _of_json(file)]
+    every = [one for file in found for one in _of_json(file)]
+    rows = [one for one in every if len(one.y)]
     if not rows:
         raise ValueError(f"{found[0]} and the others have no rows")
     shapes = {one.x.shape[1:]: labels.limited(one.owner) for one in rows}
@@ -98,7 +99,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         x = x.astype(np.float64)
     given = {"layout": layout, "least_classes": least_classes, "where": ""}
     made = arrays.from_arrays(x, y, client, **given)
-    more = _notes(root, found, rows)
+    more = _notes(root, found, every)
     return made._replace(notes=(*notes, *made.notes, *more))
 
 
@@ -108,15 +109,17 @@ def femnist(root: pathlib.Path, found: list[pathlib.Path]) -> dataset.Dataset:
     Images are as in the files: dark ink on white. Owners are the writers. Raises
     ValueError with the file that is damaged or another one.
     """
-    rows: list[Rows] = []
+    every: list[Rows] = []
     with files.named(f"{found[0].parent}"):
         parquet.check_shards(found)
     for path in found:
         is_json = path.suffix == ".json"
         for one in (_of_json if is_json else _of_parquet)(path):
             with files.named(f"{path}: {labels.limited(one.owner)}"):
-                pair = {"x": _pixels(one.x), "y": _characters(one.y)}
-            rows.append(one._replace(**pair))
+                if len(one.y):
+                    one = one._replace(x=_pixels(one.x), y=_characters(one.y))
+            every.append(one)
+    rows = [one for one in every if len(one.y)]
     if not rows:
         raise ValueError(f"{found[0]} and the others have no rows")
     client = _owners(rows)
@@ -131,7 +134,7 @@ def femnist(root: pathlib.Path, found: list[pathlib.Path]) -> dataset.Dataset:
         client=owned.number,
         classes=CHARACTERS,
         owners=owned.names,
-        notes=_notes(root, found, rows),
+        notes=_notes(root, found, every),
     )
 
 
@@ -180,18 +183,26 @@ def _of_splits(root: pathlib.Path, found: list[pathlib.Path]) -> list[str]:
 
 
 def _of_owners(rows: list[Rows]) -> list[str]:
-    """A line about owners in several files of a folder, where LEAF has them in one."""
+    """Lines about owners without rows, and in several files where LEAF has one."""
     held = collections.defaultdict(set)
     for one in rows:
-        held[one.owner, one.path.parent].add(one.path.name)
+        if len(one.y):
+            held[one.owner, one.path.parent].add(one.path.name)
     several = {key[0]: names for key, names in held.items() if len(names) > 1}
+    having = {owner for owner, _ in held}
+    empty = list(dict.fromkeys(one.owner for one in rows if one.owner not in having))
+    out = []
+    if empty:
+        some = f"{len(empty)} of {len(empty) + len(having)} users have no rows and are "
+        out = [f"{some}left out: {labels.listed(empty)}"]
     if not (count := len(several)):
-        return []
+        return out
     owner, names = next(iter(several.items()))
     return [
+        *out,
         f"rows of {count} owner{'s' * (count > 1)} are in several files, such as those "
         f"of {labels.limited(owner)} in {labels.listed(sorted(names))}; are they the "
-        "same?"
+        "same?",
     ]
 
 
@@ -208,8 +219,12 @@ def _squares(x: np.ndarray, layout: str) -> np.ndarray:
     return x.reshape(-1, *shape[layout])
 
 
+class _UnfitError(ValueError):
+    """Of a user's rows, in a file that is not damaged."""
+
+
 def _of_json(path: pathlib.Path) -> Iterator[Rows]:
-    """Yields the rows of each user of a file that has some; ValueErrors name it."""
+    """Yields the rows of each user of a file; ValueErrors name it."""
     try:
         files.check(path, "a file of JSON")
         # The text itself, and again as Python's
@@ -232,10 +247,14 @@ def _of_json(path: pathlib.Path) -> Iterator[Rows]:
                 f"user_data has nothing of {labels.listed(gone)}, who are among users"
             )
         for owner, own in held.items():
-            with files.named(labels.limited(owner)):
-                one = Rows(owner, *_rows(own, sizes.get(owner)), path)
-            if len(one.y):
-                yield one
+            try:
+                yield Rows(owner, *_rows(own, sizes.get(owner)), path)
+            except ValueError as error:
+                raise _UnfitError(
+                    f"{path}: {labels.limited(owner)}: {error}"
+                ) from error
+    except _UnfitError:
+        raise
     except RecursionError as error:
         raise ValueError(f"{path} cannot be read: it is not JSON") from error
     except (ValueError, OSError) as error:
@@ -265,10 +284,14 @@ def _compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _rows(held: Any, size: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Returns a user's x and y, whose number must be `size` if that is known."""
     x, y = held.get("x"), held.get("y")
-    if not isinstance(x, np.ndarray) or y.ndim != 1 or len(x) != len(y):
+    if isinstance(x, np.ndarray) and y.ndim != 1:
+        line = f"y has the shape {list(y.shape)}, expected [N]"
+        raise ValueError(f"{line}; of one-hot labels give the numbers (argmax)")
+    if not isinstance(x, np.ndarray) or len(x) != len(y):
         raise ValueError("lists x and y of one length are expected")
     if len(x) and x.dtype.kind not in "iuf":
-        raise ValueError("x must be numbers; texts and names of images are not read")
+        what = {"b": "bools", "O": "nulls or other objects"}.get(x.dtype.kind, "texts")
+        raise ValueError(f"x must be numbers, and has {what}")
     if len(x) and x.ndim < 2:
         raise ValueError("x must have a list for each row")
     if size is not None and size != len(y):

@@ -533,6 +533,11 @@ def test_rows_by_client(form):
         ([(X[:3], Y[:3])] * 2, "got a list of 2 pairs .x, y., as of clients; give"),
         ({"a": (X[:3], Y[:2])}, r"a: x has the shape \[3, 5, 6, 3\] and y \[2\]; exp"),
         ({**CLIENTS, 5: (X[:3, 0], Y[:3])}, r"5: x .*expected x \[N, 5, 6, 3\] and y"),
+        ({"a": [X[:3], Y[:3]]}, r"a: got a list of \[3, 5, 6, 3\] and \[3\]; exp"),
+        ({"a": (X[:3], np.eye(4)[:3])}, r"a: got a tuple .* \[3, 4\]; .* y.argmax\(1"),
+        ({"a": TABLE, "b": TABLE}, "a: got a DataFrame; expected the arrays"),
+        ({"a": {"train": (X, Y)}}, "a: got a dict; expected the arrays"),
+        ({("h", 1): (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients are called by"),
     ],
 )
 def test_rows_by_client_that_do_not_fit(given, reason):

@@ -80,6 +80,38 @@ def test_femnist_of_train_and_test(tmp_path):
     assert "--test_split divides" in found.notes[0]
 
 
+def test_users_without_rows_are_named(tmp_path):
+    """They are no clients."""
+    some = json.loads(in_leaf(characters()))
+    some["users"].append("nobody")
+    some["num_samples"].append(0)
+    some["user_data"]["nobody"] = {"x": [], "y": []}
+    write(tmp_path / "femnist" / "all_data_0.json", json.dumps(some))
+    folder = str(tmp_path / "femnist")
+    for found in (loaders.load("femnist", str(tmp_path)), leaf.load(folder)):
+        assert len(found.owners) == len(WRITERS)
+        line = f"1 of {len(WRITERS) + 1} users have no rows and are left out: nobody"
+        assert line in found.notes
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ({"x": [[0.5, 1.0]] * 2, "y": [[0, 1], [1, 0]]}, r"y has the shape \[2, 2\]"),
+        ({"x": [[True, False]] * 2, "y": [0, 1]}, "numbers, and has bools"),
+        ({"x": [[0.5, None]] * 2, "y": [0, 1]}, "numbers, and has nulls"),
+        ({"x": ["some", "text"], "y": [0, 1]}, "numbers, and has texts"),
+    ],
+)
+def test_rows_that_are_not_read(rows, line, tmp_path):
+    """The line names the file once, and the user; the file need not come again."""
+    held = {"users": ["u"], "num_samples": [2], "user_data": {"u": rows}}
+    write(tmp_path / "mine.json", json.dumps(held))
+    with pytest.raises(ValueError, match=f"mine.json: u: .*{line}") as error:
+        leaf.load(str(tmp_path / "mine.json"))
+    assert "again" not in str(error.value)
+
+
 @pytest.mark.parametrize("data_dir", ["", "test"])
 def test_femnist_of_one_of_two_folders(tmp_path, data_dir):
     """A line says that rows may be missing."""
