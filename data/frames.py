@@ -37,7 +37,9 @@ MAX_COLUMNS, MAX_HEADER_BYTES = 32768, 1 << 24
 _MISSING = ["", *"NA N/A n/a <NA> #N/A NaN nan null NULL None".split()]
 
 
-def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
+def from_csv(
+    path: str, label: str = "", owner: str = "", least_classes: int = 2
+) -> dataset.Dataset:
     """Makes a data set from a CSV file, plain or compressed; see `from_frame`.
 
     Raises ValueError, whose message is a phrase, if it cannot be read or a column does
@@ -70,7 +72,8 @@ def from_csv(path: str, label: str = "", owner: str = "") -> dataset.Dataset:
     texts = {name: sorted({*frame[name]} & {*_MISSING} - {""}) for name in as_text}
     for name in as_text:
         frame[name] = _plain_numbers(frame[name])
-    made = from_frame(frame, label, owner, where="")
+    given = {"least_classes": least_classes, "where": ""}
+    made = from_frame(frame, label, owner, **given)
     doubts = [
         f"{labels.limited(name)} holds the text {labels.listed(found)}, which is taken "
         "as a name; leave the cell empty if it is missing"
@@ -119,6 +122,7 @@ def from_frame(
     test: pandas.DataFrame | None = None,
     val: pandas.DataFrame | None = None,
     owned: Collection[str] = ("val",),
+    least_classes: int = 2,
 ) -> dataset.Dataset:
     """Makes a data set of f32 vectors from the numeric columns of a table.
 
@@ -130,6 +134,7 @@ def from_frame(
         test, val: Official test and validation rows, tables with the same columns.
         owned: Those of the two whose owner's column is read if they have it; the rows
             of the others belong to no owner.
+        least_classes: The least number of different labels.
         where: The name of the table in errors, by default `dataset`, "" = none.
 
     Raises:
@@ -176,6 +181,7 @@ def from_frame(
         frame[owner] if owner else None,
         names=(f"the column {label}", f"the column {owner}"),
         columns={name: frame[name].to_numpy() for name in features},
+        least_classes=least_classes,
         where="",
     )
     line = (

@@ -140,7 +140,7 @@ def load(
     kind, has_path, path = name.partition(":")
     own = {
         "npz": lambda: load_npz(path, layout, least_classes),
-        "csv": lambda: frames.from_csv(path, label, owner),
+        "csv": lambda: frames.from_csv(path, label, owner, least_classes),
         "parquet": lambda: load_parquet(path, label, owner, layout, least_classes),
         "images": lambda: images.from_folder(path, least_classes),
         "leaf": lambda: leaf.load(path, layout, least_classes),

@@ -47,6 +47,25 @@ def named(tmp_path_factory):
     return made
 
 
+def test_columns_of_a_public_table_go_by_name(tmp_path):
+    """In any order, and whatever their labels; one that lacks is named."""
+    label = np.arange(len(GRID)) % 2
+    table = pandas.DataFrame(GRID, columns=["a", "b", "c"])
+    table.assign(label=label).to_csv(tmp_path / "own.csv", index=False)
+    given = SMALL | {"algo": "fedmd", "dataset": f"csv:{tmp_path / 'own.csv'}"}
+
+    def images(columns):
+        path = tmp_path / "public.csv"
+        table[:20][columns].assign(label=0).to_csv(path, index=False)
+        made = build.experiment(**given, public_set=f"csv:{path}", partition="iid")
+        return np.asarray(made.data.image)[-20:]  # behind the clients' own
+
+    np.testing.assert_array_equal(images(["a", "b", "c"]), GRID[:20])
+    np.testing.assert_array_equal(images(["c", "a", "b"]), GRID[:20])
+    with pytest.raises(ValueError, match="public.csv has no column b, which"):
+        images(["a", "c"])
+
+
 def test_names_do_not_change_the_numbers(named):
     """Labels 0..Y-1 of images with a channel give the same bits, and have no names."""
     x, y = blobs(6, 6)
