@@ -254,3 +254,22 @@ def test_the_plan_draws_three_quarters_of_the_others(problem):
     task = problem.task_of()._replace(num_clients=30)
     peers = make(task, fixed_graph=True).peers
     assert (peers.num_peers, peers.topology, peers.is_fixed) == (21, "random", True)
+
+
+def test_critical_counts_the_clients_in_a_critical_period(compiled, problem, start):
+    """By their last check, of those that are here."""
+    made = criticalfl.make(criticalfl.HParams(num_peers=1), problem.task_of())
+    cohort = plain.with_peers(plain.planner(problem.data, made.plans, 3), made.peers)(0)
+    state = start(round=0)
+    empty = jax.eval_shape(made.init, problem.data, state.key).clients["private"]
+    private = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), empty)
+    critical = np.isin(np.arange(5), cohort.client_id[:1])
+    period = private["period"]._replace(
+        num_peers=np.ones(5, np.int32), critical=critical
+    )
+    clients = {"own": state.clients, "private": private | {"period": period}}
+    state = state.replace(server=(), clients=clients)
+    run = compiled("criticalfl", num_peers=1)
+    _, metrics, _ = run(state, plain.cut(cohort, 0))
+    assert [int(part) for part in metrics["critical"]] == [1, 3]
+    assert [int(part) for part in metrics["peers"]] == [3, 3]

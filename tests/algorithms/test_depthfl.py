@@ -748,3 +748,15 @@ def test_refused(given, words, problem):
     tiny = problem.task_of()._replace(server_model=conftest.NETWORKS["tiny"])
     with pytest.raises(ValueError, match="--model=tiny has one exit, --level_mix"):
         depthfl.make(depthfl.HParams(), tiny)
+
+
+def test_adapting_is_without_feddyn(convex):
+    """--fine_tune_epochs: FedDyn's terms are of a client's own rounds."""
+    data, cohort, *_ = convex
+    found = []
+    for alpha in (0.0, 0.5):
+        made, task = of_convex(feddyn_alpha=alpha, local_epochs=3)
+        state = made.init(data, jax.random.key(0))
+        run = plain.adapter(made.adapt, task)
+        found.append(run(state, cohort, data, state.server["model"]))
+    chex.assert_trees_all_equal(*found)

@@ -378,3 +378,17 @@ def test_architectures_go_round(blobs, monkeypatch):
     )
     np.testing.assert_array_equal(made.task.group_of_client, GROUP)
     assert [model.name for model in made.task.client_models] == ["mlp", "narrow"]
+
+
+def test_digests_are_clipped_too(problem):
+    """Not only the steps on a client's own rows."""
+    hparams = fedmd.HParams(batch_size=5, client_lr=0.1, clip_norm=1e-6)
+    made = fedmd.make(hparams, problem.task_of())
+    state = made.init(problem.data, jax.random.key(3))
+    moved = plain.perturbed(state.clients[0]["own"])
+    state = state.replace(clients=(state.clients[0] | {"own": moved},))
+    cohort = plain.planner(problem.data, made.plans)(1)
+    after, *_ = jax.jit(made.round)(state, cohort, problem.data)
+    chex.assert_trees_all_close(
+        plain.host(after.clients[0]["own"]), moved, rtol=0, atol=1e-5
+    )

@@ -143,3 +143,21 @@ def test_the_loss_of_a_single_row(compiled, start, problem):
     total, count = metrics["train_loss"]
     assert total > 0.1 * count
     np.testing.assert_allclose((total, count), expected["train_loss"], rtol=1e-6)
+
+
+def test_the_loss_is_that_of_the_adapted_model(compiled, start, problem):
+    """Of Per-FedAvg: f_i at w - alpha grad, on the second half of each batch."""
+    state, cohort = start().replace(clients=()), plain.cut(problem.cohort(1), 1)
+    rates = {"client_lr": 0.1, "client_lr_decay": 1.0, "inner_lr": 0.3}
+    _, metrics, _ = compiled("perfedavg")(state, cohort, **rates)
+    total = 0.0
+    for one in plain.clients(state, cohort, problem.table):
+        (_, rows, _), *_ = one.steps()
+        w, halves = one.server, (rows[::2], rows[1::2])
+        x, of = problem.table.images(halves[0]), problem.table.label[halves[0]]
+        g = plain.gradients(w, x, plain.cross_entropy(of))
+        w = plain.total(w, plain.scaled(-0.3, g))
+        x, of = problem.table.images(halves[1]), problem.table.label[halves[1]]
+        p = plain.softmax(plain.logits(w, x))[np.arange(len(of)), of]
+        total -= len(rows) * np.log(p).mean()
+    np.testing.assert_allclose(metrics["train_loss"][0], total, rtol=1e-4)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from algorithms import pfedme
-from fedjax_pfl import server_optimizer, shapes
+from fedjax_pfl import averaging, server_optimizer, shapes, stacked
 from tests.algorithms import plain
 
 FLOATS = {
@@ -97,3 +97,18 @@ def test_server_moves_by_beta(compiled, given):
     after, *_ = mixed(first, server_lr=0.5, **FLOATS)
     expected = plain.mean([plain.server_layers(one) for one in (whole, state)], [1, 1])
     chex.assert_trees_all_close(plain.server_layers(after), expected, atol=1e-6)
+
+
+def test_the_loss_is_the_envelope_s(compiled, start, problem):
+    """Of pFedMe: f_i(theta) + lambda / 2 ||theta - w||^2, not the pull alone."""
+    state = start()
+    rows = stacked.repeat(averaging.without_own(state.server), 5)
+    state = state.replace(clients=rows)
+    given = {"client_lr": 0.0, "personal_lr": 0.0, "client_lr_decay": 1.0}
+    _, metrics, _ = compiled("pfedme")(state, **given)
+    state = state.replace(clients=())
+    rates = {"client_lr": 0.0, "client_lr_decay": 1.0}
+    _, expected, _ = compiled("fedavg")(state, **rates)
+    np.testing.assert_allclose(
+        metrics["train_loss"][0], expected["train_loss"][0], rtol=1e-5
+    )

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from algorithms import depthfl
+import algorithms
+from algorithms import depthfl, moon
 from data import plan
-from fedjax_pfl import local_training, rng, shapes, types
+from fedjax_pfl import local_training, losses, proxy, rng, shapes, types
 from models import text
 from tests import padded
 from tests.algorithms import conftest, plain, test_depthfl
@@ -226,3 +227,66 @@ def test_losses_at_chosen_positions(data):
     pairs = p * np.log(p / q) + q * np.log(q / p)
     found = [pairs[b, t].sum() for b, t in ((0, 0), (0, 3), (1, 2))]
     np.testing.assert_allclose(gap, np.mean(found), rtol=1e-6)
+
+
+def first_batches(data, state, cohort):
+    """(rows, chosen positions) of each client's first step."""
+    for one in plain.clients(state, cohort, plain.Table(data)):
+        position, rows, _ = next(one.steps())
+        key = rng.stream(state.key, "engine.local", int(state.round), one.number)
+        own, rows = jax.random.fold_in(key, 0), jnp.asarray(rows)
+        image, label, chosen = data.train_batch(rows, jnp.asarray(position), own)
+        yield one, rows, own, image, label, np.asarray(chosen)
+
+
+@pytest.mark.parametrize("name", ["depthfl", "inclusivefl"])
+def test_exits_learn_at_chosen_positions_alone(name, data):
+    """--masked_loss=chosen: other words' labels change nothing in a round."""
+    data = data.replace(masked_loss="chosen")
+    cohort = plain.cut(cohort_of(LEVEL, 2), 1)
+    module = algorithms.ALGORITHMS[name]
+    hparams = module.HParams(batch_size=BATCH, level_mix="1:1:1", client_lr=0.1)
+    made = module.make(hparams, task(2, True))
+    state = made.init(data, jax.random.key(3)).replace(round=jnp.int32(1))
+    label = np.array(data.label)
+    for _, rows, _, _, right, chosen in first_batches(data, state, cohort):
+        assert chosen.any() and not chosen.all()
+        label[rows] = np.where(chosen, right, (right + 1) % V)
+    run = jax.jit(made.round)
+    both = [
+        run(state, cohort, one)[0].server["model"]
+        for one in (data, data.replace(label=jnp.asarray(label)))
+    ]
+    chex.assert_trees_all_equal(*map(plain.host, both))
+
+
+def test_moon_contrasts_chosen_positions(data):
+    """Its second loss, too, is a mean over the positions that count."""
+    data, net = data.replace(masked_loss="chosen"), text.with_one_exit(V, 8, 1)
+    how = task(2, True)._replace(server_model=net, client_models=(net,), num_levels=0)
+    hparams = moon.HParams(batch_size=BATCH, client_lr=0.0, contrastive_weight=2.0)
+    made, cohort = moon.make(hparams, how), plain.cut(cohort_of([1] * 5, 2), 1)
+    server = conftest.random_params(net, 0, (T,))
+    own = plain.stack([conftest.random_params(net, 1 + n, (T,)) for n in range(5)])
+    state = types.RoundState(server, own, jax.random.key(3), jnp.int32(1))
+    total = count = 0
+    for one, rows, key, image, label, chosen in first_batches(data, state, cohort):
+        mode = {"sample_mask": jnp.ones(len(rows), bool), "train": True, "key": key}
+        z, near, far = (
+            proxy.logits_and_embedding(net, x, image, **how)[:2]
+            for x, how in (
+                (server, mode),
+                (server, {}),
+                (plain.at(own, one.number), {}),
+            )
+        )
+        logits, *every = z[0], z[1], near[1], far[1]
+        z, near, far = (x.reshape(*label.shape, -1) for x in every)
+        gap = (moon.similarity(z, far) - moon.similarity(z, near)) / hparams.temperature
+        hard = losses.cross_entropies(logits, label)
+        loss = np.asarray(hard + 2.0 * jax.nn.softplus(gap))[chosen].mean()
+        total, count = total + len(rows) * loss, count + len(rows)
+    _, metrics, _ = jax.jit(made.round)(state, cohort, data)
+    found = metrics["train_loss"]
+    np.testing.assert_allclose(found[0], total, rtol=1e-6)
+    assert int(found[1]) == count

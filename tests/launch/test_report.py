@@ -1,6 +1,7 @@
 """The page about runs: its numbers, its pictures, and what it may not load."""
 
 import json
+import pathlib
 import re
 from html.parser import HTMLParser
 
@@ -304,3 +305,38 @@ def test_of_a_reproduced_table(folders, undrawn, tmp_path, monkeypatch, capsys):
     first = [row[0] for row in page.rows]
     assert first[:2] == ["", "x"]  # the paper's table before that of the runs
     assert first[2:5] == ["run", "one, IID", "two, IID"]
+
+
+def entry(name, values, kind="accuracy"):
+    """A finished run with a client's value f64[seeds, clients], by name."""
+    values = np.array(values, float)
+    means = values.mean(1)
+    of = {"mean": means.mean(), "std": 1.0, "per_seed": list(means)}
+    flags = {"algo": name, "rounds": "4", "eval_sample": "0", "num_clients": "2"}
+    flags["dataset"] = "arrays"
+    summary = {"metrics": {f"client_{kind}": of}, "summary": "last"}
+    seeds = np.arange(len(values))
+    rows = [{"round": 4, "seed": int(seed)} for seed in seeds]
+    clients = {kind: values[:, None], "seeds": seeds, "rounds": np.array([4])}
+    run = record.Record(pathlib.Path(name), flags, rows, clients, summary)
+    return page_lib.Entry(name, looks.looks([name])[name], run)
+
+
+def test_lower_perplexities_are_ahead():
+    """In as many seeds as the page says."""
+    given = ("fedavg", [20, 20, 32]), ("local", [25, 25, 30])
+    pair = [entry(n, [[x, x] for x in one], "perplexity") for n, one in given]
+    metric = words.metric("client_perplexity")
+    text = page_lib._answer(pair, metric, pair[1])
+    assert text.startswith("fedavg reaches") and "ahead in 2 of 3 seeds" in text
+
+
+def test_gains_are_above_the_line(monkeypatch):
+    """A dot has a client's local model across, and the method's up."""
+    monkeypatch.setattr(svg, "shown", lambda figure, caption: figure)
+    mine, alone = [[0.5, 0.6], [0.7, 0.8]], [[0.1, 0.2], [0.3, 0.4]]
+    pair = [entry("fedavg", mine), entry("local", alone)]
+    _, figure = drawn._clients(pair)["figures"]
+    (dots,) = figure.axes[0].collections
+    wanted = 100 * np.stack([np.ravel(alone), np.ravel(mine)], 1)
+    np.testing.assert_allclose(dots.get_offsets(), wanted)

@@ -659,3 +659,25 @@ def test_clients_that_never_train_are_told(rounds, per_round, is_told):
         lines = notes.of_absent(config, made, there)
         told = [line for line in lines if "about 64 of 105 clients are in none" in line]
         assert len(told) == len(lines) == (is_told and serving is not None)
+
+
+@pytest.mark.parametrize(
+    ("algo", "wanted"),
+    [
+        ("ditto", {"proximal_weight": 0.1}),
+        ("moon", {"contrastive_weight": 1.0, "temperature": 0.5}),
+        ("pfedme", {"proximal_weight": 15.0, "personal_steps": 5, "personal_lr": 0.01}),
+        ("fedala", {"adaptive_share": 0.8, "adaptive_lr": 1.0}),
+        ("perfedavg", {"inner_lr": 0.01, "difference": 0.001}),
+        ("fedict", {"distill_weight": 1.5, "temperature": 3.0}),
+        ("cdkt", {"client_distill_weight": 0.06, "server_distill_weight": 0.6}),
+        ("fedrep", {"local_epochs": 4, "head_epochs": 3}),
+        ("fedadam", {"server_lr": 0.01, "server_momentum": 0.9}),
+        ("fedyogi", {"server_lr": 0.01}),
+        ("fedadagrad", {"server_lr": 0.01}),
+    ],
+)
+def test_numbers_that_are_not_given(algo, wanted):
+    """A method's own defaults, by which a user's results are."""
+    found = vars(algorithms.ALGORITHMS[algo].HParams())
+    assert {name: found[name] for name in wanted} == wanted

@@ -391,3 +391,12 @@ def test_an_estimate_leaves_the_chip_alone(toy, monkeypatch):
     for cell in study.wanted[:2]:
         study.made(cell)
     assert given == [None, {"JAX_PLATFORMS": "cpu"}]
+
+
+def test_a_loop_counts_the_clients_of_all_seeds():
+    """As the rounds beside it do."""
+    options = OPTIONS | {"num_seeds": 2, "client_chunk": 1}
+    found = kinds.loop(SETTINGS | {"how": "loop", "options": options})
+    assert found["client_updates_per_second"] == pytest.approx(
+        2 * 4 / found["seconds_per_round"]
+    )
