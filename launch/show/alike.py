@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.folder.record import Record
+from launch.run import summaries
 from launch.show import words
 
 Named = Sequence[tuple[str, Record]]
@@ -18,8 +19,8 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
     """Groups of runs that agree, for each property in which not all runs agree.
 
     Properties are data, seeds, clients' rows, rounds, a sample of the clients that were
-    measured, the positions of a text, and summary rule. Clients always differ with the
-    seeds, and are then omitted.
+    measured, the positions of a text, summary rule, and how many rounds that chooses
+    from. Clients always differ with the seeds, and are then omitted.
     """
     names, records = [name for name, _ in runs], [run for _, run in runs]
     found: dict[str, list[Any]] = {
@@ -31,6 +32,7 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
         "rounds": [run.flags.get("rounds") for run in records],
         "clients measured": [_sampled(run) for run in records],
         "masked loss": [run.flags.get("masked_loss") for run in records],
+        "rounds between evaluations": [_between(run) for run in records],
         # In words it has the rounds.
         "summary": [run.summary["summary"] for run in records],
     }
@@ -73,6 +75,12 @@ def of_points(names: Sequence[str]) -> str:
     return (
         f"{', '.join(names)} are points of a sweep, of which test rows must not choose"
     )
+
+
+def _between(run: Record) -> str | None:
+    """Rounds between evaluations, of which the summary chooses one, else None."""
+    chooses = run.summary["summary"] in summaries.CHOSEN_BY
+    return run.flags.get("eval_every") if chooses else None
 
 
 def _split(run: Record) -> str | None:

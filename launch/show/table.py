@@ -251,8 +251,8 @@ def made(
     notes += apart + _diverged(runs)
     notes += _unknown(metrics, known)
     if untested:
-        line = "are no values of single clients, so that only the best is bold"
-        notes.append(f"{', '.join(untested)}: there {line}.")
+        line = "no test is made, so that only the best is bold"
+        notes.append(f"{', '.join(untested)}: {line}.")
     notes += _derived(metrics, known, control, until)
     every = [run for found in runs.values() for run in found.values()]
     if left := sum(run is None for run in every):
@@ -290,6 +290,8 @@ def _of_values(known: Sequence[Record], control: str, test: str) -> list[str]:
             "Bold: the best and all that are not shown to differ from it"
             f"{marks} ({significance.TEST})."
         )
+    if any(run.summary["summary"] == "best" for run in known):
+        notes.append("The round is the best on test rows: results are too good.")
     medians = any(run.summary["summary"].startswith("median") for run in known)
     if medians and (test != "none" or control):
         notes.append(
