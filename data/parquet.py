@@ -414,7 +414,9 @@ def _values(name: str, column: Any, num_rows: int, is_text: bool) -> np.ndarray:
             raise ValueError(f"the lists of {name} differ in length, or are missing")
         shape, column = [*shape, *lengths], column.flatten()
     is_number = types.is_integer(column.type) or types.is_floating(column.type)
-    if not is_number or column.null_count:
+    if column.null_count:
+        raise ValueError(f"{name} has lists in which values are missing")
+    if not is_number:
         raise ValueError(f"{name} has lists of {column.type}, numbers are expected")
     return column.to_numpy(zero_copy_only=False).reshape(shape)
 
