@@ -364,9 +364,8 @@ class Workdir(loop.Listener):
             flags = flagfile.RunFlags(**saved).completed(run.config, run.hparams)
             odd = flags.differences(self._flags)
         except (TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{self.checkpoints} is damaged: its flags are none"
-            ) from error
+            line = f"{self.checkpoints} is damaged: its flags cannot be read"
+            raise ValueError(line) from error
         if odd:
             raise ValueError(
                 f"{self.checkpoints} is of another run than {self.path / RUN_FLAGS}, "
