@@ -170,17 +170,17 @@ def _schedule(hparams: HParams, task: fp.Task) -> boundary.Schedule:
     model, shape = task.model, task.example_shape
     if not hparams.layer_dropping:
         cut = boundary.first_personal(hparams.personal_from, model, shape)
-        params, _ = shapes.variables(model, shape)
-        is_asked = hparams.personal_from == "none"
-        if not is_asked and not jax.tree.leaves(params[cut:]):
+        own = [side[cut:] for side in shapes.variables(model, shape)]
+        if hparams.personal_from != "none" and not jax.tree.leaves(own):
+            where, names = "after its last convolution", ", ".join(model.stage_names)
+            if hparams.personal_from:
+                where = f"from --personal_from={hparams.personal_from} on"
             cure = "a model that has some, or an earlier stage as --personal_from"
             if len(model.stage_names) == 1:
                 cure = boundary.SEVERAL_STAGES
-            after = hparams.personal_from or "its last convolution"
             raise ValueError(
-                f"--model={model.name} has no parameters after {after} "
-                f"({', '.join(model.stage_names)}), so nothing would be personal; take "
-                f"{cure}"
+                f"--model={model.name} has no parameters {where} ({names}), so nothing "
+                f"would be personal; take {cure}"
             )
         return boundary.fixed(cut, model)
     return boundary.schedule(hparams, model, shape)

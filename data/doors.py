@@ -270,23 +270,22 @@ def _of_clients(given: Any, where: str) -> Rows | None:
         line = f"{len(empty)} of {len(parts)} clients of dataset= have no rows and are "
         notes = (f"{line}left out: {shown}",)
     # As a list, numpy would make texts of numbers beside some.
-    names = labels.as_array(list(parts), where)
-    if names.ndim != 1:
-        odd = next(one for one in parts if not np.isscalar(one))
+    if odd := [one for one in parts if isinstance(one, tuple)]:
         raise ValueError(
-            f"{where}: clients are called by texts or whole numbers, got {odd!r}"
+            f"{where}: clients are called by texts or whole numbers, got {odd[0]!r}"
         )
+    names = labels.as_array(list(parts), where)
     return Rows((x, y, np.repeat(names, sizes)), notes=notes)
 
 
 def _is_of_client(value: Any) -> bool:
     """Whether it is meant as the rows of a client: two arrays, a table or a dict."""
+    if isinstance(value, Mapping):
+        return bool({*value} & {"x", "y", "train", "test"})
     if isinstance(value, (tuple, list)):
-        of_rows = [one for one in value if hasattr(one, "__len__")]
-        return len(value) == len(of_rows) == 2 and not any(
-            isinstance(one, (str, bytes)) for one in value
-        )
-    return isinstance(value, Mapping) or is_frame(value)
+        are_arrays = all(hasattr(one, "shape") for one in value)
+        return len(value) == 2 and (are_arrays or isinstance(value, tuple))
+    return is_frame(value)
 
 
 def _is_listed(value: Any) -> bool:

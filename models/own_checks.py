@@ -72,37 +72,28 @@ def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
     return "depends in eval mode on the other examples of the batch"
 
 
-def depends_on_padding(model: types.Model, x: np.ndarray) -> bool:
-    """Whether a step in train mode depends on what fills a batch.
+def of_training(model: types.Model, x: np.ndarray) -> tuple[bool, bool]:
+    """Whether a step in train mode depends on what fills a batch, and moves nothing.
 
-    `x` are a few normalised examples [B, ...], of which the first half are real. Other
-    ones then stand for the padding, and outputs of the real ones and statistics should
-    not differ.
+    `x` are a few normalised examples [B, ...], of which the first half are real. Where
+    others stand for the padding, outputs of the real ones and statistics should not
+    differ. The second is whether the model has statistics, and all stay.
     """
-    real = np.arange(len(x)) < len(x) // 2
-    if not real.any():
-        return False
+    size = max(len(x) // 2, 1)
+    real = np.arange(len(x)) < size
 
     @jax.jit
     def step(x: jax.Array, key: jax.Array) -> Any:
         params, stats = model.init(key, x[:1])
         mode = {"train": True, "key": key, "sample_mask": jnp.asarray(real)}
-        out, stats = model.forward(moved(params), stats, x, **mode)
-        return jax.tree.map(lambda one: one[: len(x) // 2], out), stats
+        out, new = model.forward(moved(params), stats, x, **mode)
+        pairs = zip(*map(jax.tree.leaves, (new, stats)), strict=True)
+        stays = [jnp.array_equal(a, b, equal_nan=True) for a, b in pairs]
+        return (jax.tree.map(lambda one: one[:size], out), new), stays
 
     padded = np.where(real.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
-    return not is_close(*(step(one, jax.random.key(0)) for one in (x, padded)))
-
-
-def stands_still(model: types.Model, x: np.ndarray) -> bool:
-    """Whether a model has statistics, and no step in train mode changes them."""
-    variables = types.Variables(*model.init(jax.random.key(0), x))
-    if not jax.tree.leaves(variables.stats):
-        return False
-    key = jax.random.key(0)
-    _, stats = model.forward(*variables, x, train=True, key=key)
-    pairs = zip(*map(jax.tree.leaves, (stats, variables.stats)), strict=True)
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+    (one, stays), (other, _) = (step(rows, jax.random.key(0)) for rows in (x, padded))
+    return not is_close(one, other), bool(stays) and all(map(bool, stays))
 
 
 def name_at(path: tuple[Any, ...]) -> str:

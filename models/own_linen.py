@@ -27,7 +27,6 @@ class Stage(own_stage.Stage):
 
     def init_with_output(self, key: jax.Array, x: jax.Array) -> tuple[jax.Array, dict]:
         """Returns the output and the variables, in one call of the module."""
-        own_stage.check_modes(type(self.module).__call__)
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
         mask = own_stage.real_samples(x, None)
         modes = own_stage.modes(_modes_of(self.module), mask, False)
@@ -64,6 +63,7 @@ class Stage(own_stage.Stage):
 
 def _modes_of(module: nn.Module) -> set[str]:
     """The names of the mode that a module's `__call__` takes."""
+    own_stage.check_modes(type(module).__call__)
     takes = inspect.signature(type(module).__call__).parameters
     fields = {field.name for field in dataclasses.fields(module)}
     return {

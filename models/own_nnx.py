@@ -94,6 +94,7 @@ class Stage(own_stage.Stage):
             or inspect.isroutine(value)
             if not any(str(part).startswith("_pytree__") for part in path)
         }
+        own_stage.check_modes(type(module).__call__)
         self._takes = own_stage.takes(type(module).__call__)
         self._graph = graph
         self._groups = tuple(map(Group.of, states))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 # The names under which a call learns whether it is one of training
 MODES = "train", "training", "is_training", "deterministic", "use_running_average"
+_LIKE_MODE = re.compile(r"(is_|in_)?(train|training|eval|evaluation|inference)(_mode)?")
 
 
 class Stage:
@@ -55,13 +56,13 @@ def check_modes(function: Callable[..., Any]) -> None:
 
     Its default would be the mode of training and of tests. Raises a ValueError.
     """
+    given = getattr(function, "keywords", {})  # of a functools.partial
     for name, parameter in inspect.signature(function).parameters.items():
-        is_named = name in MODES or not re.search("train|eval|infer", name)
-        if isinstance(parameter.default, bool) and not is_named:
+        is_mode = _LIKE_MODE.fullmatch(name) and name not in (*MODES, *given)
+        if is_mode and isinstance(parameter.default, (bool, type(None))):
             raise ValueError(
-                f"its argument {name} is not passed, as the mode has the name "
-                f"{', '.join(MODES[:-1])} or {MODES[-1]}; call it so, or otherwise if "
-                "it is not the mode"
+                f"nothing passes its argument {name}; the mode has the name "
+                f"{', '.join(MODES[:-1])} or {MODES[-1]}"
             )
 
 

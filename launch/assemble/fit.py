@@ -56,10 +56,11 @@ def check_model(
 
 def check_own(
     flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
-) -> str:
+) -> tuple[str, bool]:
     """Refuses a custom model that does not give logits of all classes (ValueError).
 
-    `examples` are a few normalised examples. The result is `computed.of_model`'s hash.
+    `examples` are a few normalised examples. The results are `computed.of_model`'s
+    hash, and whether the model has statistics that train mode does not change.
     """
     shape = examples.shape[1:]
     if width != 1:
@@ -70,8 +71,7 @@ def check_own(
         _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
     digest = computed.of_model(model, shape)
     hashable = shape, examples.dtype, examples.tobytes()
-    _ask(flag, tuple(forms), num_classes, digest, *hashable)
-    return digest
+    return digest, _ask(flag, tuple(forms), num_classes, digest, *hashable)
 
 
 @functools.lru_cache(maxsize=16)
@@ -83,17 +83,17 @@ def _ask(
     shape: tuple[int, ...],
     dtype: np.dtype,
     buffer: bytes,
-) -> None:
+) -> bool:
     """Makes the checks of `check_own` that compile programs, once for the same model.
 
     Equal modules may refer to objects that have changed, and then differ in `digest`.
     """
     model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
     if model.takes != "numbers" and own_checks.gives_nan(model, examples):
-        last = examples.max()  # such as the word that stands for hidden ones
+        last = examples.max()  # of a text the word that stands for hidden ones
         raise ValueError(
-            f"{flag}: {model.name} gives nan for the token {last}; it needs an "
-            f"embedding of {last + 1} words"
+            f"{flag}: {model.name} gives nan for tokens up to {last}, which are in the "
+            f"data; it needs an embedding of {last + 1} words, or as each place has"
         )
     is_image = len(shape) == 3 and model.takes == "numbers"
     if len(forms) > 1 and is_image and own_checks.flattens_maps(*forms, examples):
@@ -109,12 +109,14 @@ def _ask(
             "`use_running_average` in its __call__, and an nnx module is given as it "
             "is, without a bridge, and leaves the mode to eval()"
         )
-    if own_checks.depends_on_padding(model, examples):
+    depends_on_padding, stands_still = own_checks.of_training(model, examples)
+    if depends_on_padding:
         raise ValueError(
             f"{flag}: {model.name} computes in train mode with examples that only fill "
             "a batch; a module that mixes examples, such as a norm over the batch, "
             "names `sample_mask` bool[B], the real ones, in its __call__"
         )
+    return stands_still
 
 
 def _check_logits(

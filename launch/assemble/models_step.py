@@ -139,12 +139,13 @@ def _by_name(
             continue
         sizes = source.num_classes, config.model_width
         few = _few_examples(settings, normal)
-        hashes[name] = fit.check_own(flag, model, *sizes, few)
-        if own_checks.stands_still(model, few):
+        hashes[name], stands_still = fit.check_own(flag, model, *sizes, few)
+        if stands_still:
             notes.append(
-                f"--{flag}={name} has statistics that train mode does not change; a "
-                "linen module learns the mode as `train`, `training`, `is_training`, "
-                "`deterministic` or `use_running_average` of its __call__"
+                f"--{flag}={name} has statistics that train mode does not change; if "
+                "they should, a linen module learns the mode as `train`, `training`, "
+                "`is_training`, `deterministic` or `use_running_average` of its "
+                "__call__"
             )
         by_name[name] = computed.distinct(model, hashes[name])
     return by_name, hashes, tuple(notes)
@@ -176,7 +177,7 @@ def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:
     if source.is_text:
         few[:, 0] = source.num_classes  # a hidden word
     elif source.takes == "labelled tokens":
-        few[:, 0] = source.image.max()
+        few[0] = source.image.max(0)  # each place may have an embedding of its own
     elif source.takes == "numbers":
         few = np.asarray((few.astype(np.float32) - mean) * scale, np.float32)
     return few

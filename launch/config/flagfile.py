@@ -89,10 +89,10 @@ class RunFlags:
         the line that is not a flag. OSError: the file is missing or cannot be read.
         """
         with files.named(str(path), joint=" "):
-            return cls._of_text(_text(path))
+            return cls.of_text(_text(path))
 
     @classmethod
-    def _of_text(cls, content: str) -> RunFlags:
+    def of_text(cls, content: str) -> RunFlags:
         """Parses a file's text; errors do not quote it, as the file may be a link."""
         of_absl = "flagfile", "undefok"
         out, never = cls({}), {*schema.names(schema.NOWHERE), *schema.REMOVED, *of_absl}
@@ -247,7 +247,7 @@ def _lines_of(value: str, inside: tuple[str, ...]) -> list[str]:
     try:
         path = path if path.exists() else ours.get(name, path)
         if is_record := path.name == RUN_FLAGS:
-            recorded = RunFlags._of_text(_text(path))
+            recorded = RunFlags.of_text(_text(path))
             lines = recorded.lines()
             if note := recorded.note(path):
                 print(note, file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import numbers
@@ -355,15 +354,15 @@ class Workdir(loop.Listener):
     def _check_flags(self, saved: Any) -> None:
         """Refuses a checkpoint of another run, as where folders were copied together.
 
-        `saved` are the flags that it was saved with, None in those of earlier versions.
+        `saved` are the lines of run.flags of then, None in those of earlier versions.
         """
         if saved is None:
             return
         run = self.run
         try:
-            flags = flagfile.RunFlags(**saved).completed(run.config, run.hparams)
-            odd = flags.differences(self._flags)
-        except (TypeError, AttributeError) as error:
+            flags = flagfile.RunFlags.of_text("\n".join(saved))
+            odd = flags.completed(run.config, run.hparams).differences(self._flags)
+        except (TypeError, ValueError) as error:
             line = f"{self.checkpoints} is damaged: its flags cannot be read"
             raise ValueError(line) from error
         if odd:
@@ -444,7 +443,7 @@ class Workdir(loop.Listener):
             "records": self.records,
             "rounds": self.run.config.rounds,
             "window": list(self.run.window),
-            "flags": dataclasses.asdict(self._flags),
+            "flags": self._flags.lines(),
         }
         checkpoint.save(folder, self.run.round, arrays, kept, keep)
 

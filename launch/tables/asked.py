@@ -129,8 +129,8 @@ class Asked:
             if trials.is_of_python(trials.as_json(values)):
                 raise ValueError(
                     f"study: tune: {name}: expected numbers, texts or bools; give each "
-                    'object of Python a row of its own, as {"mine": {"algo": "fedavg", '
-                    f'"{name}": ...}}'
+                    f'object of Python a row of its own, as {{"mine": {{"{name}": ...}}'
+                    "}"
                 )
             if not values or len(set(map(str, values))) < len(values):
                 raise ValueError(f"study: tune: {name}: expected different values")

@@ -215,9 +215,10 @@ def _until(rule: Mapping[str, Any], value: str, runs: Mapping[str, Done]) -> Gri
     def text(done: Done, metric: str) -> str:
         if not (done and control and "records" in done and "records" in control):
             return "missing"
-        if not all(metric in one for run in (done, control) for one in run["records"]):
+        lasts = [curve[-1] for curve in curves.of_seeds(control["records"])]
+        if not all(metric in one for one in [*lasts, done["records"][-1]]):
             return "-"
-        ends = [curve[-1][metric] for curve in curves.of_seeds(control["records"])]
+        ends = [one[metric] for one in lasts]
         goals = [rule["share"] * end for end in ends]
         found = np.array(curves.until(done["records"], metric, goals))
         there = found[~np.isnan(found)]

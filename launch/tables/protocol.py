@@ -268,7 +268,6 @@ class Study:
             if path not in self._records:
                 self._records[path] = record.read(path)
             found = self._records[path]
-            self.schedule.check(final, found.summary)
             is_fine_tuned = self.schedule.choice(setting, row).is_fine_tuned
             out[row] = derived.fine_tuned(found) if is_fine_tuned else found
         return out

@@ -538,6 +538,7 @@ def test_rows_by_client(form):
         ({"a": TABLE, "b": TABLE}, "a: got a DataFrame; expected the arrays"),
         ({"a": {"train": (X, Y)}}, "a: got a dict; expected the arrays"),
         ({("h", 1): (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients are called by"),
+        ({"a": (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients .* got ..h., 2."),
     ],
 )
 def test_rows_by_client_that_do_not_fit(given, reason):

@@ -325,10 +325,12 @@ def test_runs_that_are_not_those_that_the_study_finished(change, alone):
         build.load(runs / "local", dataset=(X, Y), **more).run(progress=False)
     else:
         shutil.copytree(runs / "fedavg", runs / "local", dirs_exist_ok=True)
-    with pytest.raises(ValueError, match="holds another run than the study") as error:
-        alone().table()
-    line = str(error.value)
-    assert "\n" not in line and "run() trains local again" in line
+    study = alone()
+    assert study.lines()[0].split() == ["local", "to", "run"]
+    assert study.runs()["local"] is None and "1 of 2" in study.table().notes[-1]
+    with pytest.warns(UserWarning, match="local failed: .*; choose another"):
+        study.run(progress=False)
+    assert study.failed == ["local"] and study.runs()["fedavg"]
     shutil.rmtree(runs / "local")
     assert alone().lines()[0].split() == ["local", "to", "run"]
     assert alone().run(progress=False).runs()["local"].flags["algo"] == "local"
@@ -386,12 +388,12 @@ def test_diverged_points():
 
 
 def test_tested_or_not(done):
-    """Only metrics without values of clients are said to have none."""
+    """Only metrics without values of clients are said to be untested."""
     shown = done.table(["client_accuracy", "global_accuracy"])
-    said = [one for one in shown.notes if "no values of single clients" in one]
+    said = [one for one in shown.notes if "no test is made" in one]
     assert len(said) == 1 and said[0].startswith("Global")
     alone = made().table(["client_accuracy"])
-    assert not any("no values of single clients" in one for one in alone.notes)
+    assert not any("no test is made" in one for one in alone.notes)
     assert not any("0 seeds" in one for one in alone.notes)
 
 

@@ -265,6 +265,13 @@ class Late(nn.Module):
         return nn.Dense(2)(nn.BatchNorm(use_running_average=not is_train)(x))
 
 
+class Tardy(Net):
+    """The same in nnx."""
+
+    def __call__(self, x, is_train=None):
+        return self.head(self.drop(self.body(x), deterministic=not is_train))
+
+
 class Deaf(nn.Module):
     """Hands on what it is called with, which is nothing."""
 
@@ -324,15 +331,33 @@ class Words(nn.Module):
 def test_tokens_of_test_rows_have_an_embedding():
     """One that has none would be answered from nan."""
     assert made(model=Words(), algo="fedavg", **of_tokens(49)).round == 0
-    with pytest.raises(ValueError, match="nan for the token 50; .* of 51 words"):
+    with pytest.raises(ValueError, match="nan for tokens up to 50, .* of 51 words"):
         made(model=Words(), algo="fedavg", **of_tokens(50))
+
+
+class Columns(nn.Module):
+    """A place of few words beside one of many, and arguments that are no mode."""
+
+    @nn.compact
+    def __call__(self, x, train_backbone=False, constrained=True):
+        return nn.Dense(2)(nn.Embed(3, 4)(x[:, 0]) + nn.Embed(1000, 4)(x[:, 1]))
+
+
+def test_tokens_of_each_place():
+    """An embedding has the words of its own place."""
+    gen, given = np.random.default_rng(0), {"partition": "iid", "num_clients": 4}
+    x = np.stack([gen.integers(0, 3, 72), gen.integers(0, 1000, 72)], 1)
+    run = made(model=Columns(), algo="fedavg", dataset=(x, x[:, 0] % 2), **given)
+    assert run.run(progress=False)["metrics"]["global_loss"]["mean"] > 0
 
 
 @pytest.mark.parametrize(
     "given, part",
     [
         ({"model": Mean()}, "examples that only fill a batch; .* `sample_mask`"),
-        ({"model": Late()}, "its argument is_train is not passed"),
+        ({"model": Late()}, "nothing passes its argument is_train; the mode has"),
+        ({"model": nn.Sequential([Late(), nn.Dense(2)])}, "passes its argument is_tra"),
+        ({"model": Tardy}, "nothing passes its argument is_train; the mode has"),
         ({"model": (TWIN.init, TWIN.apply)}, "init is a flax module's; give the mod"),
         (
             {"model": (lambda key: {0: np.ones((6, 2))}, lambda p, x: x @ p[0])},
@@ -340,7 +365,7 @@ def test_tokens_of_test_rows_have_an_embedding():
         ),
         (
             {"model": [nn.Dense(2), Id()], "algo": "fedper", "personal_from": "last"},
-            "no parameters after last .*, so nothing would be personal",
+            "no parameters from --personal_from=last on .*, so nothing would be per",
         ),
         (
             {"model": [nn.Dense(3), nn.Dense(2), Id()], "algo": "fedrep"},
