@@ -269,11 +269,11 @@ def _of_clients(given: Any, where: str) -> Rows | None:
         shown = labels.listed(empty[:3]) + ", ..." * (len(empty) > 3)
         line = f"{len(empty)} of {len(parts)} clients of dataset= have no rows and are "
         notes = (f"{line}left out: {shown}",)
-    # As a list, numpy would make texts of numbers beside some.
     if odd := [one for one in parts if isinstance(one, tuple)]:
         raise ValueError(
             f"{where}: clients are called by texts or whole numbers, got {odd[0]!r}"
         )
+    # As a list, numpy would make texts of numbers beside some.
     names = labels.as_array(list(parts), where)
     return Rows((x, y, np.repeat(names, sizes)), notes=notes)
 

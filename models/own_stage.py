@@ -9,8 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The names under which a call learns whether it is one of training
-MODES = "train", "training", "is_training", "deterministic", "use_running_average"
+
+def _mode(train: bool) -> dict[str, bool]:
+    """The mode under all names by which a call may ask for it."""
+    return {
+        "train": train,
+        "training": train,
+        "is_training": train,
+        "deterministic": not train,
+        "use_running_average": not train,
+    }
+
+
+MODES = tuple(_mode(train=True))
 _LIKE_MODE = re.compile(r"(is_|in_)?(train|training|eval|evaluation|inference)(_mode)?")
 
 
@@ -40,14 +51,7 @@ def modes(
     names: Collection[str], sample_mask: jax.Array, train: bool, **more: Any
 ) -> dict[str, Any]:
     """The mode and `more` as named arguments, restricted to `names`."""
-    values = {
-        "sample_mask": sample_mask,
-        "train": train,
-        "training": train,
-        "is_training": train,
-        "deterministic": not train,
-        "use_running_average": not train,
-    } | more
+    values = {"sample_mask": sample_mask, **_mode(train), **more}
     return {name: value for name, value in values.items() if name in names}
 
 

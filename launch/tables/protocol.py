@@ -218,8 +218,7 @@ class Study:
             self.failed.append(trial.name)
             return False
         seconds = round(time.perf_counter() - begin, 1)
-        done = finished.read(self.schedule.path(trial))
-        self.schedule.write(trial, seconds=seconds, **schedule.fingerprint(done))
+        self.schedule.write(trial, seconds=seconds)
         return True
 
     def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:

@@ -15,12 +15,6 @@ from launch.tables import store, trials, tuning
 from launch.tables.asked import FINE_TUNED, Asked, Prepared, slug
 
 
-def fingerprint(done: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells a finished run from others, of its summary: rounds and parameters."""
-    names = "rounds", "parameters_sha256"
-    return {name: done[name] for name in names if name in done}
-
-
 class Schedule:
     """The trials of a study, by what its folder has of them.
 
@@ -119,14 +113,24 @@ class Schedule:
 
         A run that another one has replaced is not, and `run()` says what is there.
         """
-        held, path = self._own(trial), self.path(trial) / finished.SUMMARY
-        if "seconds" not in held or not path.is_file():
+        held, now = self._own(trial), self._fingerprint(trial)
+        if "seconds" not in held or now is None:
             return False
-        try:
-            now = fingerprint(json.loads(path.read_text()))
-        except ValueError:
-            return True  # who reads it says that it is damaged
         return all(held.get(name, value) == value for name, value in now.items())
+
+    def _fingerprint(self, trial: trials.Trial) -> dict[str, Any] | None:
+        """What tells a trial's finished run from others, None if there is none.
+
+        Of a damaged summary it is {}, as who reads the run says that it is damaged.
+        """
+        path = self.path(trial) / finished.SUMMARY
+        if not path.is_file():
+            return None
+        try:
+            done = json.loads(path.read_text())
+        except ValueError:
+            return {}
+        return {n: done[n] for n in ("rounds", "parameters_sha256") if n in done}
 
     def has_begun(self, trial: trials.Trial) -> bool:
         """Whether the folder has a run of a trial, with these options."""
@@ -137,10 +141,11 @@ class Schedule:
         held = self._held(self._place(trial), trial)
         return held if held is not None and held["key"] == trial.key else {}
 
-    def write(self, trial: trials.Trial, **more: Any) -> None:
+    def write(self, trial: trials.Trial, **more: float) -> None:
         """Writes that a trial has begun, or with `seconds` that it is finished."""
         path = self._folder / "cells" / f"{self._place(trial)}.json"
-        store.write(path, {"key": trial.key, **more})
+        about = (more and self._fingerprint(trial)) or {}
+        store.write(path, {"key": trial.key, **more, **about})
 
     def _place(self, trial: trials.Trial) -> str:
         """A trial's name, with a hash if the folder has it for one of other options.

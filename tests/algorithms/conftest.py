@@ -74,6 +74,19 @@ def random_params(model, seed, shape=(8, 8, 1)):
     )
 
 
+def watched():
+    """The network `tiny`, and a list of the keys of its calls in train mode."""
+    tiny, seen = NETWORKS["tiny"], []
+
+    def forward(params, stats, h, **mode):
+        if mode.get("key") is not None:
+            words = jax.random.key_data(mode["key"])
+            jax.debug.callback(lambda key: seen.append(key.tobytes()), words)
+        return tiny.forward(params, stats, h, **mode)
+
+    return tiny._replace(forward=forward), seen
+
+
 @pytest.fixture(scope="session")
 def problem(unequal):
     """Five clients of 10 to 40 examples, three of them a round, 12 proxy rows.

@@ -245,15 +245,7 @@ def test_every_forward_has_its_own_noise(problem, start):
     """Section 2: of each client's steps, the proxy batch beside each, all teachers'
     answers (`--teacher_mode=train`) and the server's steps.
     """
-    tiny, seen = conftest.NETWORKS["tiny"], []
-
-    def forward(params, stats, h, **mode):
-        if mode.get("key") is not None:
-            words = jax.random.key_data(mode["key"])
-            jax.debug.callback(lambda key: seen.append(key.tobytes()), words)
-        return tiny.forward(params, stats, h, **mode)
-
-    model = tiny._replace(forward=forward)
+    model, seen = conftest.watched()
     task = problem.task_of(model, chunk=1)
     made = cdkt.make(cdkt.HParams(batch_size=5, teacher_mode="train"), task)
     cohort, batches = problem.cohort(1), 3

@@ -10,16 +10,9 @@ from tests.algorithms import conftest, plain
 @pytest.mark.parametrize("name", ["ditto", "perfedavg", "fedmd", "local"])
 def test_every_forward_has_its_own_noise(name, problem):
     """Of both models of Ditto, both halves of a batch, each digest, and each round."""
-    tiny, seen = conftest.NETWORKS["tiny"], []
-
-    def forward(params, stats, h, **mode):
-        if mode.get("key") is not None:
-            words = jax.random.key_data(mode["key"])
-            jax.debug.callback(lambda key: seen.append(key.tobytes()), words)
-        return tiny.forward(params, stats, h, **mode)
-
+    model, seen = conftest.watched()
     module = algorithms.ALGORITHMS[name]
-    task = problem.task_of(tiny._replace(forward=forward), chunk=1)
+    task = problem.task_of(model, chunk=1)
     made = module.make(module.HParams(batch_size=5), task)
     cohort_at, wanted, batches = plain.planner(problem.data, made.plans), 0, 3
     state, run = made.init(problem.data, jax.random.key(3)), jax.jit(made.round)
