@@ -127,8 +127,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def budget(state: fp.RoundState, count: int):
         """The first `count` bases as one model: the mean of their logits."""
 
-        def forward(params, stats, h, **_):
-            out, _ = jax.vmap(base.forward, (0, 0, None))(params, stats, h)
+        def forward(params, stats, h, **mode):
+            def one(params, stats):
+                return base.forward(params, stats, h, **mode)
+
+            out, stats = jax.vmap(one)(params, stats)
             return out.mean(0), stats
 
         model = base._replace(name=f"{count} x {base.name}", forward=forward)

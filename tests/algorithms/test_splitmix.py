@@ -1,6 +1,7 @@
 """Split-Mix: which bases a client trains, and its rounds against FedAvg's (test 20)."""
 
 import itertools
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from algorithms import splitmix
-from fedjax_pfl import shapes
+from fedjax_pfl import shapes, types
 from tests.algorithms import conftest, plain
 
 
@@ -146,6 +147,22 @@ def test_budgets(rounds, problem):
         out, _ = model.forward(*variables, x)
         np.testing.assert_allclose(out, np.mean(each[:budget], 0), rtol=1e-4, atol=1e-5)
     assert served["global"] is served["exit4"] and len(served) == 5
+
+
+def test_budgets_are_fine_tuned_as_bases_train(problem):
+    """A budget hands its mode to its bases, and keeps their new statistics."""
+
+    def forward(params, stats, h, train=False):
+        return h * params, stats + params * train
+
+    base = conftest.NETWORKS["sliced"]._replace(forward=forward)
+    made = make(problem, base._replace(at_width=lambda *_: base))
+    every = types.Variables(jnp.arange(4.0), jnp.zeros(4))
+    state = SimpleNamespace(server={"model": every})
+    model, variables = made.server(state, problem.data)["exit3"]
+    for train, wanted in ((False, [0, 0, 0]), (True, [0, 1, 2])):
+        out, stats = model.forward(*variables, jnp.ones(2), train=train)
+        assert out.tolist() == [1, 1] and stats.tolist() == wanted
 
 
 def test_neither_order_nor_padding_counts(compiled, problem, first):
