@@ -169,11 +169,7 @@ def from_frame(
         values = frame[features].to_numpy(np.float64)
         kind, counts = "infinite", np.isinf(values).sum(0)
     if counts.any():
-        odd = {n: int(k) for n, k in zip(features, counts, strict=True) if k}
-        raise ValueError(
-            f"values are {kind}, of which {labels.sized(odd)}; replace them, or drop "
-            "these rows or columns"
-        )
+        raise _is_odd(kind, dict(zip(features, counts.tolist(), strict=True)))
     _check_features(frame[features])
     made = arrays.from_arrays(
         values,
@@ -382,12 +378,28 @@ def _check_numbers(frame: pandas.DataFrame, names: Sequence[str]) -> None:
         return types.is_numeric_dtype(dtype) and not types.is_complex_dtype(dtype)
 
     odd = [name for name in names if not is_number(frame[name].dtype)]
+    gaps = {
+        name: int(frame[name].isna().sum())
+        for name in odd
+        if is_number(frame[name].dropna().infer_objects().dtype)
+    }
+    if any(gaps.values()):  # such as True, False and None
+        raise _is_odd("missing", gaps)
     if odd:
         raise ValueError(
             f"columns are not numbers: {labels.listed(odd)}; drop them, encode them as "
             "numbers, or name one with --label or --owner; texts can be given as "
             "numbers of tokens [N, T] to a custom model"
         )
+
+
+def _is_odd(kind: str, counts: Mapping[str, int]) -> ValueError:
+    """The error for columns in which so many values are `missing` or `infinite`."""
+    odd = {name: count for name, count in counts.items() if count}
+    return ValueError(
+        f"values are {kind}, of which {labels.sized(odd)}; replace them, or drop "
+        "these rows or columns"
+    )
 
 
 def _with_columns(frame: pandas.DataFrame, names: Sequence[str]) -> pandas.DataFrame:

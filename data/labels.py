@@ -102,10 +102,12 @@ def alike(names: Sequence[str] | None, what: str) -> str:
 def _plainest(name: str) -> Any:
     """Reduces a name to its number, or to its text without case and extra spaces."""
     text = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for number in (int, float):  # float merges whole numbers above 2**53
+        try:
+            return number(text)
+        except ValueError:
+            pass
+    return text
 
 
 def listed(names: Sequence[str], most: int = SHOWN) -> str:

@@ -132,11 +132,15 @@ def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Par
     options.check_at_most("classes_per_client", wanted, num_classes, why)
     members = [np.flatnonzero(labels == c) for c in range(num_classes)]
     sizes = np.array([len(m) for m in members])
-    needed = 10 * NUM_USERS * wanted // num_classes + 1
-    if sizes.min() < needed:
+    users = user_labels(protocol, num_classes).ravel()
+    needed = 10 * np.bincount(users, minlength=num_classes) + 1
+    if protocol.class_sizes is None:  # amounts are of what is above the reserve
+        needed = np.maximum(needed, protocol.reserve)
+    if len(short := np.flatnonzero(sizes < needed)):
+        c = short[0]
         raise ValueError(
-            f"--partition=cdkt needs {needed} images of every class, class "
-            f"{int(sizes.argmin())} has {sizes.min()}; take another --partition"
+            f"--partition=cdkt needs {needed[c]} images of class {c}, which has "
+            f"{sizes[c]}; take another --partition"
         )
     cuts = slices(sizes, protocol)
     owned = [

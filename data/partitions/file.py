@@ -59,13 +59,24 @@ def write(path: pathlib.Path, rows: parts.Split, of: Identity | None = None) -> 
     temporary.rename(path)
 
 
-def facts(name: str) -> tuple[int, bool]:
-    """Returns (K, whether clients have test rows of their own) of `file:PATH`.
+class Facts(NamedTuple):
+    """What a file says: K, and whether it has test rows of clients, and proxy rows."""
+
+    num_clients: int
+    has_own_tests: bool
+    has_proxy: bool
+
+
+def facts(name: str) -> Facts:
+    """Returns what `file:PATH` decides.
 
     Raises a one-line ValueError if the file is missing or is not a partition.
     """
     arrays = _arrays(name)
-    return len(arrays["train_count"]), bool(arrays["test_count"].any())
+    has_own_tests = bool(arrays["test_count"].any())
+    return Facts(
+        len(arrays["train_count"]), has_own_tests, len(arrays.get("proxy_row", ())) > 0
+    )
 
 
 def read(name: str, num_rows: int) -> parts.Split:

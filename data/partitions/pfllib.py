@@ -37,8 +37,9 @@ def dirichlet(
         size, owner, members = np.zeros(num_clients, int), [], []
         for positions in classes:
             members.append(gen.permutation(positions))
-            share = gen.dirichlet(np.full(num_clients, alpha)) * (size < full)
-            if not share.sum() > 0:  # an alpha that float64 does not hold
+            share = gen.dirichlet(np.full(num_clients, alpha))
+            share = np.where(size < full, share, 0)
+            if not 0 < share.sum() < np.inf:  # an alpha that float64 does not hold
                 break
             cuts = (np.cumsum(share / share.sum()) * len(positions)).astype(int)
             # The last client has what rounding leaves.

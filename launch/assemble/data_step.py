@@ -48,7 +48,7 @@ def made(
         pairs = zip(splits, _unseen(settings, drawn_by), strict=True)
         pairs = [partitions.without_unseen(one, unseen) for one, unseen in pairs]
         splits, others = map(list, zip(*pairs, strict=True))
-    lines = notes.of_clients(config, source, splits[0])
+    lines = notes.of_clients(config, source, splits[0], vals[0] if vals else None)
     stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():
         cause = "clients are too small; lower --num_clients or take pool"

@@ -10,7 +10,7 @@ import numpy as np
 
 import algorithms
 from data import dataset, labels, own_files, partitions
-from data.partitions import file
+from data.partitions import file, parts
 from fedjax_pfl import (
     levels,
     local_training,
@@ -19,7 +19,7 @@ from fedjax_pfl import (
     server_optimizer,
     types,
 )
-from launch.config import registry, schema, sweep
+from launch.config import registry, resolve, schema, sweep
 
 
 def of_options(
@@ -310,48 +310,70 @@ def of_constants(
 
 
 def of_clients(
-    config: schema.Config, source: dataset.Dataset, split: partitions.Split
+    config: schema.Config,
+    source: dataset.Dataset,
+    split: partitions.Split,
+    val: parts.Given | None,
 ) -> list[str]:
-    """Lines about test rows that also train, and classes that no client has.
+    """Lines about rows to measure on that also train, and classes that are missing.
 
-    `split` is that of the first seed, once unseen clients are taken out.
+    `split` and the validation rows `val` are those of the first seed, once unseen
+    clients are taken out.
     """
-    out, label = [], source.label
-    if config.partition_draw == "overlap":
-        train, test = split.train, split.test
-        pairs = [one.owner * len(label) + one.row for one in (train, test)]
-        of_any = int(np.isin(test.row, train.row).sum())
-        if of_any:
-            own = int(np.isin(pairs[1], pairs[0]).sum())
-            out.append(
-                f"--partition_draw=overlap: {of_any} of {len(test.row)} test rows of "
-                f"clients are train rows of some client, {own} of them of the same one"
-            )
-    if source.is_text or config.partition == "classes":
+    out = _of_rows_that_train(config, split, val)
+    if source.is_text:
         return out
-    whole = np.bincount(label[: source.num_dealt], minlength=source.num_classes)
-    trained = np.bincount(label[split.train.row], minlength=source.num_classes)
-    if len(lost := np.flatnonzero((whole > 0) & (trained == 0))):
-        names = source.classes or [str(one) for one in range(source.num_classes)]
+    label, num_classes = source.label, source.num_classes
+    whole = np.bincount(label[: source.num_dealt], minlength=num_classes)
+    trained = np.bincount(label[split.train.row], minlength=num_classes)
+    lost = np.flatnonzero((whole > 0) & (trained == 0))
+    if len(lost) and config.partition != "classes":  # which names all that are dealt
+        names = source.classes or [str(one) for one in range(num_classes)]
         shown = labels.listed([str(names[one]) for one in lost])
         count = int(whole[lost].sum())
         out.append(
-            f"no client trains on {len(lost)} of {source.num_classes} classes "
+            f"no client trains on {len(lost)} of {num_classes} classes "
             f"({shown}), {count} row{'s' * (count > 1)} of the data"
         )
+    wanted: Any = 0
+    line = f"--classes_per_client={config.classes_per_client}"
     if config.partition.endswith("pathological") or config.partition == "cdkt_paper":
-        classes = np.unique(
-            split.train.owner * source.num_classes + label[split.train.row]
+        wanted = config.classes_per_client
+    elif config.partition == "classes":
+        line = f"--client_classes={config.client_classes}"
+        wanted = np.array([len(own) for own in resolve.client_classes(config)])
+    classes = np.unique(split.train.owner * num_classes + label[split.train.row])
+    each = np.bincount(classes // num_classes, minlength=config.num_clients)
+    # Not those of clients that never train
+    if few := int(((each > 0) & (each < wanted)).sum()):
+        why = "as some classes have few rows"
+        why = "as in PFLlib" if config.partition.startswith("pfllib") else why
+        out.append(
+            f"{line}: {few} of {config.num_clients} clients train on fewer classes, "
+            f"{why}"
         )
-        each = np.bincount(classes // source.num_classes, minlength=config.num_clients)
-        # Not those of clients that never train
-        if few := int(((each > 0) & (each < config.classes_per_client)).sum()):
-            why = "as some classes have few rows"
-            why = "as in PFLlib" if config.partition.startswith("pfllib") else why
-            out.append(
-                f"--classes_per_client={config.classes_per_client}: {few} of "
-                f"{config.num_clients} clients train on fewer classes, {why}"
-            )
+    return out
+
+
+def _of_rows_that_train(
+    config: schema.Config, split: partitions.Split, val: parts.Given | None
+) -> list[str]:
+    """Lines that count test and validation rows which clients train on."""
+    out, train, flag = [], split.train, f"--partition={config.partition}"
+    if config.partition_draw == "overlap":
+        flag = "--partition_draw=overlap"
+    given = {"test": parts.Given(split.test, split.official_test), "validation": val}
+    for kind, (owned, others) in given.items() if val else [*given.items()][:1]:
+        every = np.append(owned.row, others)
+        if not (of_any := int(np.isin(every, train.row).sum())):
+            continue
+        size = 1 + max(train.row.max(), every.max())
+        pairs = [one.owner * size + one.row for one in (owned, train)]
+        own = int(np.isin(*pairs).sum())
+        out.append(
+            f"{flag}: {of_any} of {len(every)} {kind} rows are train rows of some "
+            f"client, {own} of them of the same one"
+        )
     return out
 
 

@@ -147,12 +147,14 @@ def _test_split(
 
 def _of_file(config: schema.Config, partition: str) -> dict[str, Any]:
     """The options that a partition's file decides; other values are refused."""
-    clients, has_own_tests = file.facts(partition)
+    found = file.facts(partition)
     settled = {
-        "num_clients": clients,
+        "num_clients": found.num_clients,
         "proxy_fraction": 0.0,
-        "test_split": "client_share" if has_own_tests else "official",
+        "test_split": "client_share" if found.has_own_tests else "official",
     }
+    if found.has_proxy:
+        settled["public_set"] = "none"
     for name, value in settled.items():
         if getattr(config, name) not in (None, value):
             raise ValueError(

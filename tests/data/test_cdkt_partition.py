@@ -235,14 +235,30 @@ def test_more_users_than_fifty():
         split_of("mnist", MNIST_COUNTS, 51, 0.005)
 
 
-def test_too_few_images_for_the_generator():
-    """A class with fewer images than the first stage needs is named."""
-    with pytest.raises(ValueError, match="--partition=cdkt needs 101.*class 3 has 40"):
-        cdkt.split(
-            np.repeat(np.arange(10), [200, 200, 200, 40] + [200] * 6),
-            cdkt.PROTOCOLS["mnist"],
-            10,
-        )
+@pytest.mark.parametrize(
+    "sizes, line",
+    [
+        ([200] * 3 + [40] + [200] * 6, "101 images of class 3, which has 40"),
+        # Fifteen users have class 1, and thirteen class 4.
+        ([151] + [150] + [200] * 5, "151 images of class 1, which has 150"),
+        # The generator divides what is above a reserve of 100.
+        ([99] + [200] * 49, "100 images of class 0, which has 99"),
+    ],
+)
+def test_too_few_images_for_the_generator(sizes, line):
+    """A class with fewer images than its users take first is named."""
+    with pytest.raises(ValueError, match=f"--partition=cdkt needs {line}"):
+        cdkt.split(np.repeat(np.arange(len(sizes)), sizes), cdkt.PROTOCOLS["mnist"], 10)
+
+
+@pytest.mark.parametrize("sizes", [[151, 151] + [141] * 5, [101] * 50])
+def test_just_enough_images_for_the_generator(sizes):
+    """Each user has ten images of each class of its own."""
+    label = np.repeat(np.arange(len(sizes)), sizes)
+    owned = cdkt.split(label, cdkt.PROTOCOLS["mnist"], 50)
+    counts = [np.bincount(label[rows]) for rows in owned.by_client()]
+    assert min(count[count > 0].min() for count in counts) >= 10
+    assert all((count > 0).sum() == 2 for count in counts)
 
 
 def test_five_thousand_images_have_the_amounts_of_all():

@@ -1,5 +1,6 @@
 """Tables as data sets: DataFrames and CSV files."""
 
+import fractions
 import gzip
 
 import numpy as np
@@ -103,6 +104,12 @@ def test_usual_names_of_labels(name):
         ({}, "species", "", "columns are not numbers: site; drop them, encode"),
         ({"when": pandas.Timestamp("2020")}, "species", "site", "not numbers: when"),
         ({"z": 1j}, "species", "site", "not numbers: z"),
+        (
+            {"is_old": [None, True, True, False]},
+            "species",
+            "site",
+            "values are missing, of which is_old has 1; replace",
+        ),
         (
             {"count": [1, None, None, 4]},
             "species",
@@ -316,6 +323,7 @@ def test_lines_about_features(label, columns, line):
         (["1e3", "10e2", "2"], ("10e2", "1e3", "2")),
         (["7", "7.0", "8"], ("7", "7.0", "8")),
         (["1e5", "2e5", "3e5"], ("1e5", "2e5", "3e5")),
+        ([f"{2**60 + k}" for k in range(3)], tuple(f"{2**60 + k}" for k in range(3))),
     ],
 )
 def test_text_of_a_file_stays_text(tmp_path, texts, names):
@@ -324,7 +332,7 @@ def test_text_of_a_file_stays_text(tmp_path, texts, names):
     (tmp_path / "own.csv").write_text("\n".join(["a,y,who", *lines]))
     found = loaders.load(f"csv:{tmp_path}/own.csv", "", owner="who")
     assert found.num_classes == 3 and found.classes == found.owners == names
-    is_alike = len({float(text) for text in texts}) < 3
+    is_alike = len({fractions.Fraction(text) for text in texts}) < 3
     assert [" look alike " in n for n in found.notes].count(True) == 2 * is_alike
 
 

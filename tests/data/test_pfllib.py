@@ -83,6 +83,16 @@ def test_refusals(kind, clients, given, line):
         partitions.split(source, spec(f"pfllib_{kind}", clients, **given), 0)
 
 
+@pytest.mark.filterwarnings("error")
+def test_draws_that_float64_does_not_hold():
+    """They are drawn again, as all classes went to one client: 3 seeds have such."""
+    for seed in range(60):
+        gen, given = np.random.RandomState(seed), {"alpha": 1e-3, "min_examples": 2}
+        label = np.repeat(np.arange(10), 100)
+        owned = pfllib.dirichlet(label, num_clients=2, gen=gen, **given)
+        assert owned.count.min() >= 40 and owned.count.sum() == 1000
+
+
 @pytest.mark.parametrize("kind", ["iid", "pfllib_pathological"])
 def test_merged(kind):
     """Three quarters of each client's rows train, official test rows among them."""

@@ -165,7 +165,7 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     [
         (
             {"partition": "pathological", "partition_draw": "overlap"},
-            "test rows of clients are train rows of some client, ",
+            "test rows are train rows of some client, ",
         ),
         (
             {"partition": "pfllib_pathological", "num_clients": 3},
@@ -174,6 +174,15 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
         (
             {"partition": "pathological", "dataset": (GRID, [0] * 190 + [1] * 10)},
             "classes_per_client=2: 11 of 20 clients train on fewer classes",
+        ),
+        (
+            {
+                "partition": "classes",
+                "client_classes": "0,1/0,1/1,2",
+                "num_clients": 3,
+                "dataset": (GRID, [0] * 150 + [1, 1] + [2] * 48),
+            },
+            "client_classes=0,1/0,1/1,2: 1 of 3 clients train on fewer classes",
         ),
         (
             {
@@ -194,6 +203,38 @@ def test_what_a_partition_leaves_out(given, words):
     wrong = ("some client", "no client trains", "fewer classes")
     found = [line for line in notes if any(one in line for one in wrong)]
     assert bool(found) == bool(words) and (not words or re.search(words, found[0]))
+
+
+def test_rows_that_also_train_are_counted(tmp_path):
+    """Those to validate on too, and those of a file."""
+    given = SMALL | {"dataset": (GRID, np.arange(200) % 10), "num_clients": 20}
+    given |= {"partition": "pathological", "partition_draw": "overlap"}
+
+    def lines(**more):
+        made = build.experiment(**given | more)
+        found = [line for line in made.notes if "rows are train rows" in line]
+        return made, [line.split(": ", 1)[1] for line in found]
+
+    path = f"{tmp_path}/rows.npz"
+    _, (of_tests,) = lines(export_partition=path)
+    more = {"partition_draw": None, "num_clients": None}
+    assert lines(partition=f"file:{path}", **more)[1] == [of_tests]
+
+    made, found = lines(val_split=0.5)
+    train, test, val = (
+        [made.rows(client, kind).tolist() for client in range(20)]
+        for kind in ("train", "test", "val")
+    )
+    for line, kind, owned in zip(
+        found, ("test", "validation"), (test, val), strict=True
+    ):
+        some = sum(row in sum(train, []) for row in sum(owned, []))
+        pairs = zip(owned, train, strict=True)
+        own = sum(row in mine for rows, mine in pairs for row in rows)
+        assert some > own > 0 and line == (
+            f"{some} of {len(sum(owned, []))} {kind} rows are train rows of some "
+            f"client, {own} of them of the same one"
+        )
 
 
 def test_layout_is_part_of_a_run(tmp_path):

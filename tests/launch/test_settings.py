@@ -240,6 +240,21 @@ def test_images_are_shared_once(given, expected):
     assert (made.public_set, made.proxy_fraction) == expected
 
 
+def test_the_images_that_a_partition_file_shares(tmp_path):
+    """Its proxy rows are the public images, and other ones are refused beside them."""
+    rows = {"train_row": np.arange(40), "train_count": [20, 20], "test_count": [0, 0]}
+    rows |= {"test_row": np.zeros(0, int), "official_test_row": [50]}
+    given = {"algo": "fedmd", "dataset": "cifar10"}
+    for proxy, expected in (([], "cifar100"), ([44, 45], "none")):
+        path = f"{tmp_path}/{expected}.npz"
+        np.savez(path, **rows, proxy_row=np.array(proxy, int))
+        given["partition"] = f"file:{path}"
+        made, _ = resolved(**given)
+        assert (made.public_set, made.proxy_fraction) == (expected, 0)
+    with pytest.raises(ValueError, match="--public_set=mnist_5k: .* makes it none; om"):
+        resolved(**given, public_set="mnist_5k")
+
+
 @pytest.mark.parametrize(
     "given, meant",
     [
