@@ -1,6 +1,6 @@
 """Step 2 of assembling: the tables of examples, and which client has which of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,9 @@ def made(
         masked_loss=config.masked_loss,
         teacher=found.taught,
     )
-    return data, (*lines, *_notes(settings, found.known, stacked.test.row))
+    measured = {"test": stacked.test.row}
+    measured |= {"validation": stacked.val.row} if vals else {}
+    return data, (*lines, *_notes(settings, found.known, measured))
 
 
 def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:
@@ -178,7 +180,9 @@ def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:
 
 
 def _notes(
-    settings: Settings, known: Sequence[from_file.Known], test_row: np.ndarray
+    settings: Settings,
+    known: Sequence[from_file.Known],
+    measured: Mapping[str, np.ndarray],
 ) -> tuple[str, ...]:
     """Lines about owners, the partition, own validation rows, and files of models."""
     config, lines = settings.config, []
@@ -197,6 +201,6 @@ def _notes(
     lines.append(partitions.note(config.partition, settings.identity))
     lines += notes.of_owned_rows(config, settings.source)
     for one in known:
-        seen = from_file.note_of_overlap(one, settings.source.image, test_row)
+        seen = from_file.note_of_overlap(one, settings.source.image, measured)
         lines += [*one.notes, seen]
     return tuple(filter(None, lines))

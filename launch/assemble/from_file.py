@@ -282,11 +282,13 @@ def _from(saved: types.Variables, model: types.Model) -> types.Model:
     return model._replace(init=init, at_width=at_width)
 
 
-def note_of_overlap(known: Known, image: np.ndarray, test_row: np.ndarray) -> str:
-    """A line about test rows that a file's model may have been trained on, or "".
+def note_of_overlap(
+    known: Known, image: np.ndarray, measured: Mapping[str, np.ndarray]
+) -> str:
+    """A line about rows that a file's model may have been trained on, or "".
 
-    `image` are the examples of the run [N, ...], and `test_row` int[S, ...] the test
-    rows of each seed, -1 = padding.
+    `image` are the examples of the run [N, ...], and `measured` int[S, ...] its `test`
+    and `validation` rows of each seed, -1 = padding.
     """
     line, _, rows = known
     if rows is None:
@@ -301,17 +303,19 @@ def note_of_overlap(known: Known, image: np.ndarray, test_row: np.ndarray) -> st
             "so that its train rows cannot be compared with this run's test rows"
         )
     is_trained = rows.is_trained()
-    tests = [np.unique(row[row >= 0]) for row in test_row]
-    counts = [(int(is_trained[row].sum()), len(row)) for row in tests]
-    most, total = max(counts)
-    if not most:
+    found = []
+    for kind, every in measured.items():
+        tests = [np.unique(row[row >= 0]) for row in every]
+        most, total = max((int(is_trained[row].sum()), len(row)) for row in tests)
+        found += [f"{most} of this run's {total} {kind} rows"] * (most > 0)
+    if not found:
         unknown = (
             f"{line}: its model began with or learned from another one, whose train "
             "rows the file does not have; they may be test rows of this run"
         )
         return unknown if rows.others else ""
     return (
-        f"{line}: {most} of this run's {total} test rows are train rows of its model, "
+        f"{line}: {' and '.join(found)} are train rows of its model, "
         "so that accuracies may be too high; give the --seed, --partition and "
         "--test_split that it was trained with"
     )

@@ -143,6 +143,15 @@ def test_train_rows_that_test(saved, flag, more, is_seen):
     assert not notes("other examples", **asked, **more)
 
 
+def test_train_rows_that_validate(saved):
+    """All rows of `--val_split` were train rows where the partition is the same."""
+    more = {"val_split": 0.5}
+    (line,) = notes(" are train rows of its model", init_from=str(saved), **more)
+    row = np.asarray(build.experiment(**options(**more)).data.partition.val.row)
+    count = (row >= 0).sum()
+    assert count and f": {count} of this run's {count} validation rows are" in line
+
+
 def test_rows_of_a_model_s_file(trained, saved, tmp_path):
     """Those of its run, and of the model that it started from."""
     part = trained.data.partition.train
