@@ -243,7 +243,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         own = own._replace(params=sparse.only(mask, own.params))
         return state.replace(clients={"own": own, "private": packed(mask, mask)})
 
-    return made._replace(init=init)
+    reason = "with --density=1.0, where all is held"
+    names = ("prune_rate", "prune_rounds", "regrow") if hparams.density == 1 else ()
+    return made._replace(init=init, unused=dict.fromkeys(names, reason))
 
 
 def _messages(shape: fp.Variables, count: types.Params) -> tuple:

@@ -74,7 +74,7 @@ class HParams(teacher.Taught, averaging.Averaging):
         "what ls spreads over all classes",
         minimum=0,
         maximum=1,
-        needs={"distill_target": ("ls",)},
+        needs={"distill_target": ("ls",), "distill_weight": options.ON},
     )
 
 

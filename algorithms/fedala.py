@@ -100,8 +100,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def shortened(num_examples: jax.Array) -> jax.Array:
         """The steps of an epoch on the share s of so many examples, rounded up."""
-        steps = hparams.adaptive_share * one_epoch.steps(num_examples)
-        return jnp.ceil(steps - 1e-4).astype(int)
+        whole = one_epoch.steps(num_examples)
+        steps = jnp.ceil(hparams.adaptive_share * whole - 1e-4).astype(int)
+        return jnp.maximum(steps, whole > 0)
 
     def learned(client: fp.Client, server: fp.Variables) -> dict:
         """The client's row with new weights, by gradient steps that stay in [0, 1]."""

@@ -163,6 +163,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return tuple(fp.Serving.each(m, x["own"], client_id=i) for m, x, i in groups)
 
     size = num_public * task.num_classes * traffic.FLOAT_BYTES
+    is_larger = hparams.public_examples > task.num_proxy
+    reason = f"as all {task.num_proxy} public images are used in each round"
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=(
@@ -174,4 +176,5 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         serving=serving,
         ships_proxy="unlabelled",
         by_architecture=True,
+        unused={"public_examples": reason} if is_larger else {},
     )

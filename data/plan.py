@@ -438,7 +438,9 @@ class Planner:
         named = self._seeds[seed_index], first_round + np.arange(len(client))[:, None]
         most = who.in_time(self._specs, owned, seed_index, client, many.level)
         for spec, within in zip(self._specs, most, strict=True):
-            steps = who.taken(*named, client, spec.steps(owned))
+            steps = spec.steps(owned)
+            if not spec.at_server:
+                steps = who.taken(*named, client, steps)
             taken[spec.name] = np.minimum(steps, within).astype(np.int32)
             # A client that the deadline stops has worked until then.
             examples += spec.clients_examples(owned, steps)

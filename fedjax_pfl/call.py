@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl import execution, stacked, traffic, types
+from fedjax_pfl import each_client, execution, metric_kinds, stacked, traffic, types
 from fedjax_pfl.variants import Variants
 
 # (sums, counts) of the last round by name, a float for each variant.
@@ -175,15 +175,19 @@ class Call:
         """The last round's own metrics and the bytes so far, of each variant.
 
         A metric with a count of 0 is absent, as `TRAINED` where no client of the round
-        has test rows.
+        has test rows. The number of clients in that is said where these are not all.
         """
-        every = []
+        every, num_clients = [], self.partition.test.count.shape[1]
         for slot, (variant, _) in enumerate(self.pairs):
             values = {
                 name: total[slot] / number[slot]
                 for name, (total, number) in self.metrics.items()
                 if number[slot]
             }
+            if each_client.TRAINED in values:
+                count = int(self.metrics[each_client.TRAINED][1][slot])
+                if count < num_clients:
+                    values[metric_kinds.CLIENTS_IN + each_client.TRAINED] = count
             sent = traffic.cumulative(totals.messages[variant], algorithm.messages)
             if totals.clock is not None:
                 sent["clock"] = float(totals.clock[variant])

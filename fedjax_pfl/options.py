@@ -75,14 +75,16 @@ def metadata(field: dataclasses.Field) -> Mapping[str, Any]:
     return _PLAIN | field.metadata
 
 
-def validate(values: Any) -> None:
-    """Checks all fields of a dataclass instance, and their relations.
+def validate(*points: Any) -> None:
+    """Checks all fields of dataclass instances, and their relations.
 
-    Raises ValueError in one line with the flag, the value and the allowed values.
+    `points` are one instance, or those of a sweep, see `conflicts`. Raises ValueError
+    in one line with the flag, the value and the allowed values.
     """
-    for field in dataclasses.fields(values):
-        check(field, getattr(values, field.name))
-    for line in conflicts(values):
+    for values in points:
+        for field in dataclasses.fields(values):
+            check(field, getattr(values, field.name))
+    for line in conflicts(*points):
         raise ValueError(line)
 
 
@@ -113,36 +115,53 @@ def _expected(value: Any, meta: Mapping[str, Any]) -> str:
     return ""
 
 
-def conflicts(values: Any, noted: Collection[str] | None = None) -> Iterator[str]:
+def conflicts(*points: Any, noted: Collection[str] | None = None) -> Iterator[str]:
     """Lines about options that contradict others, by `needs` and `excludes`.
 
     Relations with options that are missing or None (not resolved yet) are skipped, and
-    so are traced numbers, which were checked before the trace. `noted` are the names of
-    the options that were given, for lines about relations that are only noted. None =
-    lines about those that are refused.
+    so are traced numbers, which were checked before the trace.
+
+    Args:
+        points: An instance, or those of a sweep. An option is without effect if it is
+            so at each point that gives it.
+        noted: The names of the options that were given, for lines about relations that
+            are only noted. None = lines about those that are refused.
     """
-    for field in dataclasses.fields(values):
-        meta, value = metadata(field), getattr(values, field.name)
-        if meta["is_noted"] != (noted is not None) or isinstance(value, jax.Array):
+    for field in dataclasses.fields(points[0]):
+        meta, name = metadata(field), field.name
+        if meta["is_noted"] != (noted is not None):
             continue
-        is_given = is_on(field, value)
-        if noted is not None:
-            is_given = field.name in noted and value not in OFF
-        needed = {other: getattr(values, other, None) for other in meta["needs"]}
-        lacking = dict(unmet(field, needed))
-        for other, now in needed.items():
-            if is_given and other in lacking:
-                yield without_effect(
-                    field.name, value, other, now, meta["needs"][other]
-                )
-            is_met = now is not None and other not in lacking
-            if meta["is_needed"] and value in OFF and is_met:
-                yield f"--{other}={text(now)} needs --{field.name}: {meta['help']}"
+        settled = [p for p in points if not isinstance(getattr(p, name), jax.Array)]
+        given = [p for p in settled if _is_given(field, getattr(p, name), noted)]
+        for other in meta["needs"]:
+            idle = [one for one in given if other in dict(unmet(field, vars(one)))]
+            if idle and len(idle) == len(given):
+                value, now = getattr(idle[0], name), getattr(idle[0], other)
+                yield without_effect(name, value, other, now, meta["needs"][other])
+            for one in settled if meta["is_needed"] else ():
+                now, lacking = getattr(one, other, None), dict(unmet(field, vars(one)))
+                if (
+                    getattr(one, name) in OFF
+                    and now is not None
+                    and other not in lacking
+                ):
+                    yield f"--{other}={text(now)} needs --{name}: {meta['help']}"
         for other, refused in meta["excludes"].items():
-            now = getattr(values, other, None)
-            if is_given and now is not None and _is_among(now, refused):
-                flag = f"--{field.name}={text(value)}"
-                yield f"{flag} does not go with --{other}={text(now)}; omit one of them"
+            for one in given:
+                now = getattr(one, other, None)
+                if now is not None and _is_among(now, refused):
+                    flags = (
+                        f"--{name}={text(getattr(one, name))}",
+                        f"--{other}={text(now)}",
+                    )
+                    yield f"{flags[0]} does not go with {flags[1]}; omit one of them"
+
+
+def _is_given(field: dataclasses.Field, value: Any, noted: Collection[str] | None):
+    """Whether an option asks for something, and for notes is among those given."""
+    if noted is None:
+        return is_on(field, value)
+    return field.name in noted and value not in OFF
 
 
 def is_on(field: dataclasses.Field, value: Any) -> bool:

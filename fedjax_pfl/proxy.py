@@ -196,7 +196,7 @@ def fit(
     num_steps = epochs * num_batches
     if is_active is not None:
         num_steps = jnp.where(is_active, num_steps, 0)
-    first = (start.params, start.stats, tx.init(start.params))
+    first = start.params, start.stats, optimizer.seeded(tx.init(start.params), key)
     params, stats, _ = jax.lax.fori_loop(0, num_steps, step, first)
     return types.Variables(params, stats)
 

@@ -433,9 +433,12 @@ def _built(
             )
         sides = [(m.data.partition.train, m.data.partition.test) for m in (one, other)]
         if not jax.tree.all(jax.tree.map(np.array_equal, *sides)):
+            cure = "give partition, test_split and proxy_fraction, or another preset "
+            cure += f"than {options['preset']}"
+            if one.config.unseen_clients and other.config.unseen_clients:
+                cure += ", and exclusive to all, as unseen clients are among those that"
+                cure += " may train"
             raise ValueError(
-                f"compare: {name} would have other clients than {first}; "
-                "give partition, test_split and proxy_fraction, or another preset than "
-                f"{options['preset']}"
+                f"compare: {name} would have other clients than {first}; {cure}"
             )
     return Comparison(made, notes, of_rows)

@@ -97,7 +97,8 @@ def with_optimizers(
         defaults = {name: fields[name].default for name in replaced}
         hparams = dataclasses.replace(hparams, **defaults)
     if "client_optimizer" in fields:
-        optimizer.check(hparams)
+        for point in sweep.settings(given.get("sweep", ""), hparams):
+            optimizer.check(point)
     return hparams
 
 

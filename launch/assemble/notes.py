@@ -26,15 +26,18 @@ def of_options(
     config: schema.Config,
     hparams: Any,
     asked: Collection[str] = (),
-    algorithm: types.Algorithm | None = None,
+    at_points: Sequence[types.Algorithm] = (),
 ) -> list[str]:
     """Lines about values that are allowed but probably not meant.
 
-    `asked` are the options that the user asked for, and `algorithm` is the algorithm on
-    its task, None = unknown.
+    `asked` are the options that the user asked for, and `at_points` are the algorithm
+    on its task at the points of a sweep, or that of the first if none has an unused
+    option; () = unknown.
     """
-    out = [*options.conflicts(config, asked), *options.conflicts(hparams, asked)]
-    out += _without_effect(config, hparams, asked, algorithm)
+    points = sweep.settings(config.sweep, hparams)
+    out = [*options.conflicts(config, noted=asked)]
+    out += options.conflicts(*points, noted=asked)
+    out += _without_effect(config, hparams, asked, at_points)
     out += _of_rounds(config, hparams)
     if config.init_from and not getattr(hparams, "shared_init", True):
         out.append(
@@ -47,8 +50,8 @@ def of_options(
             "those of --init_from"
         )
     is_own = config.algo not in algorithms.ALGORITHMS
-    if is_own and algorithm is not None and not algorithm.messages:
-        if algorithm.server is not None or algorithm.peers is not None:
+    if is_own and at_points and not at_points[0].messages:
+        if at_points[0].server is not None or at_points[0].peers is not None:
             out.append(
                 f"--algo={config.algo} declares no messages (types.Algorithm), so that "
                 "its bytes are 0, also in tables, and a clock has none to wait for"
@@ -78,13 +81,15 @@ def _without_effect(
     config: schema.Config,
     hparams: Any,
     asked: Collection[str],
-    algorithm: types.Algorithm | None,
+    at_points: Sequence[types.Algorithm],
 ) -> list[str]:
     """Lines about options that an algorithm, or another option, leaves unused."""
     reasons: dict[str, str] = {}
-    if algorithm is not None:
-        reasons = dict(algorithm.unused)
-        if algorithm.server is None:
+    if at_points:
+        first, *others = at_points
+        names = set(first.unused).intersection(*(one.unused for one in others))
+        reasons = {name: why for name, why in first.unused.items() if name in names}
+        if first.server is None:
             why = "where no server has a whole model"
             reasons["eval_train"] = f"with --algo={config.algo}, {why}"
         if not isinstance(hparams, levels.Levels):
@@ -279,7 +284,9 @@ def of_plans(
     if names and not specs:
         given = " and ".join(f"--{name}" for name in names)
         out.append(f"{given}: clients of --algo={config.algo} take no local step")
-    elif config.interrupted and all(spec.steps(rows).max() <= 1 for spec in specs):
+    elif config.interrupted and all(
+        spec.at_server or spec.steps(rows).max() <= 1 for spec in specs
+    ):
         out.append(
             f"--interrupted={config.interrupted:g} has no effect, as no client takes "
             "more than one step in a round"

@@ -10,11 +10,14 @@ import models
 from data import dataset, loaders, own_files, partitions, texts
 from data.partitions import classes, file, held_out, pathological
 from fedjax_pfl import options
-from launch.config import limits, presets, registry, schema
+from launch.config import limits, presets, registry, schema, sweep
 
 
-def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
-    """A checked instance; values that the dataclass has no field for are skipped."""
+def _made(dataclass: Any, values: Mapping[str, Any], swept: str = "") -> Any:
+    """An instance, checked at each point of a sweep.
+
+    Values that the dataclass has no field for are skipped.
+    """
     chosen = {
         name: limits.checked(name, values[name], kind)
         for name, kind in registry.field_types(dataclass).items()
@@ -25,7 +28,7 @@ def _made(dataclass: Any, values: Mapping[str, Any]) -> Any:
         if none and field.name not in chosen:
             raise ValueError(f"--{field.name} has no default; give it a value")
     made = dataclass(**chosen)
-    options.validate(made)
+    options.validate(*sweep.settings(swept, made))
     return made
 
 
@@ -47,7 +50,8 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
     options.check_one_of("preset", config.preset, presets.PRESETS)
     facts = {"algo": config.algo, "dataset": config.dataset}
     rules = presets.values(config.preset, facts)
-    return config, _made(registry.algorithm(algo).HParams, rules | given)
+    kind = registry.algorithm(algo).HParams
+    return config, _made(kind, rules | given, config.sweep)
 
 
 def resolve(

@@ -87,9 +87,9 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
                 f"--sweep={line}: {name} {why}; from Python build.compare({{...}}) "
                 "runs any settings side by side"
             )
-    for point in found:
-        here = dataclasses.replace(hparams, **point)
-        options.validate(here)
+    every = settings(line, hparams)
+    options.validate(*every)
+    for point, here in zip(found, every, strict=True):
         _, floats = options.split_floats(here)
         off = sorted(point.keys() - floats.keys())
         if off:
@@ -98,6 +98,18 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
                 f"--{off[0]}=0 separately"
             )
     return found
+
+
+def settings(line: str, hparams: Any) -> list[Any]:
+    """An algorithm's options at each point of a sweep, as far as these are its floats.
+
+    Raises ValueError as `points` does.
+    """
+    known = {name for name, value in vars(hparams).items() if isinstance(value, float)}
+    return [
+        dataclasses.replace(hparams, **{n: v for n, v in point.items() if n in known})
+        for point in points(line)
+    ]
 
 
 def _why_not(

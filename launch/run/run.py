@@ -88,8 +88,10 @@ class Run:
         of_table = repr(self.columns or "").encode()
         self.columns_sha256 = self.columns and hashlib.sha256(of_table).hexdigest()
         self.dropped_owners = settings.dropped_owners
+        points = parts.points if program.algorithm.unused else parts.points[:1]
+        algorithms = [program.algorithm_of(program.floats | one) for one in points]
         self.notes = (
-            *notes.of_options(config, self.hparams, settings.asked, program.algorithm),
+            *notes.of_options(config, self.hparams, settings.asked, algorithms),
             *source.notes,
             *notes.of_owners(config, source, self.dropped_owners),
             *(notes.of_gpus(config) if how.platform == "gpu" else ()),

@@ -352,4 +352,5 @@ def test_a_density_that_leaves_nothing_is_refused(problem):
     """Biases alone are 18 of 602 parameters."""
     with pytest.raises(ValueError, match=r"--density=0.02 leaves .* 0.03 .*; raise it"):
         make(problem.task_of(), density=0.02)
-    assert make(problem.task_of(), density=0.05)
+    assert not make(problem.task_of(), density=0.05).unused
+    assert "prune_rate" in make(problem.task_of(), density=1.0).unused

@@ -95,9 +95,14 @@ def test_rounds_equal_a_numpy_reference(compiled, start, problem):
     assert 1 in taken and max(taken) > 10
 
 
-def test_weights_take_eleven_epochs_at_least(compiled, start, problem):
-    """Ten losses tell whether they still move, and the first is of the start."""
+@pytest.mark.parametrize("share", [0.5, 1e-5])
+def test_weights_take_eleven_epochs_at_least(compiled, start, problem, share):
+    """Ten losses tell whether they still move, and the first is of the start.
+
+    An epoch is at least one batch.
+    """
     values = FLOATS | {"adaptive_threshold": 1e9, "adaptive_lr": 0.1}
+    values |= {"adaptive_share": share}
     state, cohort = state_of(start), problem.cohort(1)
     after, *_ = compiled("fedala", floats=FLOATS)(state, cohort, **values)
     *_, rows, epochs = reference(state, cohort, problem.table, values)

@@ -355,6 +355,7 @@ def test_bytes_of_the_subset(given_examples, used, task):
     made = fedmd.make(fedmd.HParams(public_examples=given_examples), task)
     assert [kind.num_bytes for kind in made.messages] == [used * 4 * 4] * 2
     assert [kind.direction for kind in made.messages] == ["up", "down"]
+    assert bool(made.unused) == (given_examples > 12)
 
 
 def test_public_images_are_needed(task):

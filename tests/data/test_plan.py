@@ -741,6 +741,18 @@ def test_interruptions_are_named_by_the_seed():
     assert (steps[0] != steps[1]).any()
 
 
+def test_interruptions_leave_the_server_s_steps():
+    """It trains on what a client has sent, however early that one stopped."""
+    who = participation.Participation(np.ones((7, 1)), interrupted=1.0)
+    server = types.PlanSpec("server", 3, 4, at_server=True)
+    cohort = make(7, (LOCAL, server), who=who).cohort(0, 2)
+    rows = SIZES[0][cohort.client_id]
+    found = {name: plan.num_steps for name, plan in cohort.plans.items()}
+    np.testing.assert_array_equal(found["server"], server.steps(rows))
+    whole = LOCAL.steps(rows)
+    assert (found["local"] < whole)[whole > 1].all()
+
+
 def test_the_clock_counts_the_examples_of_all_plans():
     given = {"speed": np.ones((1, 7)), "macs": np.full((7, 3), 1e6)}
     who = participation.Participation(np.ones((7, 1)), **given)

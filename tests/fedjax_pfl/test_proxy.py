@@ -36,18 +36,18 @@ def test_a_batch(data):
     assert batch.key is key
 
 
-def fit(data, loss_fn, start, size, epochs, **given):
-    """`proxy.fit` with steps of 1."""
+def fit(data, loss_fn, start, size, epochs, tx=None, key=0, **given):
+    """`proxy.fit`, with steps of 1 unless told."""
 
     def run():
         return proxy.fit(
             loss_fn,
-            optax.sgd(1.0),
+            tx or optax.sgd(1.0),
             types.Variables(*start),
             data=data,
             batches=of(data, size),
             epochs=epochs,
-            key=jax.random.key(0),
+            key=jax.random.key(key),
             **given,
         )
 
@@ -83,6 +83,18 @@ def test_fit_clips_at_the_global_norm(data):
     assert size > 0.1
     found = [*found[0]["w"], found[1]["b"]]
     np.testing.assert_allclose(found, -0.01 * slope / size, rtol=1e-5)
+
+
+def test_an_optimizer_s_noise_is_that_of_the_key(data):
+    """Not the one that its own key gives, which all clients and rounds share."""
+
+    def loss_fn(params, stats, batch):
+        return 0.0 * params[0], stats
+
+    tx = optax.chain(optax.add_noise(1.0, 0.0, 0), optax.sgd(1.0))
+    start = ((jnp.zeros(()),), ({},))
+    found = [fit(data, loss_fn, start, 7, 1, tx, key)[0][0] for key in (1, 2, 1)]
+    assert found[0] == found[2] != found[1]
 
 
 def test_fit_gives_every_step_its_own_key_and_keeps_statistics(data):

@@ -551,7 +551,9 @@ def test_what_training_left(algo, monkeypatch):
     )
     assert one.simulation.digest() == both.simulation.digest()
     for a, b in zip(one.metrics, both.metrics, strict=True):
-        rest = {n: x for n, x in b.items() if n not in ("trained_accuracy", "seconds")}
+        own = {"trained_accuracy", "clients_in_trained_accuracy"} & b.keys()
+        rest = {n: x for n, x in b.items() if n not in {*own, "seconds"}}
+        assert not own or b["clients_in_trained_accuracy"] == 1
         assert rest == {n: x for n, x in a.items() if n != "seconds"}
     (client,) = both.planner.drawn(0, 2).client_id[both.planner.drawn(0, 2).row_mask]
     own = rows(part(both).test, client)
@@ -573,6 +575,8 @@ def test_one_moment_alone():
         right.append((found == Y[own]).mean())
     expected = pytest.approx(np.mean(right), abs=1e-6)
     assert len(right) == 4 and after.metrics[-1]["trained_accuracy"] == expected
+    assert after.metrics[-1]["clients_in_trained_accuracy"] == 4
+    assert after.summary()["metrics"]["trained_accuracy"]["clients"] == 4
 
 
 def test_rounds_without_test_rows():

@@ -76,7 +76,7 @@ def lines(values, option):
     """What is said about an option, as a refusal or as a note."""
     noted = fields_of(values)[option].metadata["is_noted"]
     asked = [option] if noted else None
-    return [x for x in options.conflicts(values, asked) if f"--{option}" in x]
+    return [x for x in options.conflicts(values, noted=asked) if f"--{option}" in x]
 
 
 def is_among(value, wanted):
@@ -248,6 +248,7 @@ server_distance notes server_distill_weight=on
 server_lr needs server_optimizer=sgd/adam/adagrad/yogi
 server_momentum needs server_optimizer=sgd/adam/adagrad/yogi
 smoothing needs distill_target=ls
+smoothing needs distill_weight=on
 teacher needs distill_target=kd/pt/sim/pt_sim !
 teacher_level needs distill_target=kd/pt/sim/pt_sim
 teacher_mode notes server_distill_weight=on

@@ -263,6 +263,28 @@ def test_points_that_differ_in_more_than_numbers(blobs):
         make(blobs, algo="dfedavg", num_peers=2, sweep="edge_probability=0.2,0.9")
 
 
+def test_what_a_point_gives_an_effect(blobs):
+    """Options that a swept one needs pass, and are not said to have no effect."""
+    swept = {"sweep": {"client_momentum": [0.5, 0.9]}}
+    nesterov = {"client_optimizer_options": "nesterov=true"}
+    made = make(blobs, "fedavg", **swept, **nesterov)
+    assert not [line for line in made.notes if "no effect" in line]
+    with pytest.raises(ValueError, match="nesterov=true has no effect without --cl"):
+        make(blobs, "fedavg", **nesterov)
+
+    pruned = {"algo": "dispfl", "num_peers": 2, "prune_rounds": 3}
+    make(blobs, **pruned, sweep={"prune_rate": [0, 0.6]})
+    with pytest.raises(ValueError, match="--prune_rounds=3 has no effect with --prun"):
+        make(blobs, **pruned, prune_rate=0.0)
+
+    distilled = {"algo": "cdkt", "proxy_fraction": 0.2, "temperature": 5.0}
+    for weights, is_said in (([0, 0.6], False), ([0.6, 0], False), ([0], True)):
+        sweep = {"server_distill_weight": weights}
+        made = make(blobs, **distilled, client_distance="js", sweep=sweep)
+        line = "--temperature=5.0 has no effect without a distance kl; omit it"
+        assert (line in made.notes) == is_said
+
+
 def test_points_that_are_nearly_equal_stay_apart(blobs, tmp_path):
     """In names, records and pictures; equal sweeps are written alike."""
     near = {"client_lr": [0.1, 0.10000001, 1]}
