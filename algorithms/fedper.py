@@ -149,6 +149,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return (fp.Serving.each(model, rows, shared=server, build=build),)
 
     is_whole = lowest == num_stages  # else the server has no whole model
+    stays = hparams.layer_dropping and not jax.tree.leaves(
+        last_stages(shapes.variables(model, task.example_shape))
+    )
+    reason = "but that no layer with parameters is ever dropped, as in fedavg"
+    names = ("drop_every", "min_layer") if stays else ()
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=traffic.stages_both_ways(task, model),
@@ -157,6 +162,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
         serving=None if is_whole else serving,
         adapt=None if is_whole else adapt,
+        unused=dict.fromkeys(names, reason),
     )
 
 

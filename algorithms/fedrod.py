@@ -125,9 +125,7 @@ def _check(task: fp.Task, start: fp.Variables) -> None:
     """Refuses a last stage with more than a kernel [D, Y] and a bias [Y]."""
     model = task.model
     boundary.check_several(model)
-    leaves = jax.tree.leaves(start.params[-1])
-    shapes = sorted((leaf.ndim, leaf.shape[-1]) for leaf in leaves)
-    if shapes not in ([(2, task.num_classes)], [(n, task.num_classes) for n in (1, 2)]):
+    if not boundary.ends_in_one_layer(start.params, task.num_classes):
         raise ValueError(
             f"--model={model.name} ends in {model.stage_names[-1]}, which is more than "
             "one dense layer; FedRoD adds a personal one to it, so take a model whose "

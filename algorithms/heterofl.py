@@ -43,6 +43,7 @@ import jax.numpy as jnp
 
 import fedjax_pfl as fp
 from fedjax_pfl import (
+    boundary,
     levels,
     local_training,
     losses,
@@ -85,6 +86,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     shape_at = [shapes.variables(net, task.example_shape) for net in nets]
     params_at = [one.params for one in shape_at]
     slices = widths.submodel(hparams, shape_at)
+    ends_in_one = boundary.ends_in_one_layer(params_at[-1], task.num_classes)
+    if hparams.masked_cross_entropy and not ends_in_one:
+        raise ValueError(
+            f"--masked_cross_entropy: --model={task.model.name} ends in "
+            f"{task.model.stage_names[-1]}, which is more than one dense layer, whose "
+            "columns would be those of the classes; make that layer a stage"
+        )
 
     def classes(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """bool[C, Y]: the classes that each client has."""

@@ -169,8 +169,9 @@ def _check(hparams: HParams, task: fp.Task) -> None:
         )
     if options.is_off(hparams.momentum_distill_weight):
         return
-    if levels.top(hparams) == 1:
-        options.refuse(hparams, ("momentum_distill_weight",), "with one level")
+    if levels.possible(hparams, task.num_clients).tolist() == [levels.top(hparams)]:
+        reason = "where all clients that may train have one level"
+        options.refuse(hparams, ("momentum_distill_weight",), reason)
     params, _ = shapes.variables(model, task.example_shape)
     trunks = [jax.tree.map(lambda x: x.shape, stage["trunk"]) for stage in params]
     if any(trunk != trunks[0] for trunk in trunks):

@@ -192,7 +192,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         found = {"dropped": losses.masked_sum(drop, cohort.row_mask)}
         for name, share in (("median", 0.5), ("p95", 0.95)):
             value = jnp.nanquantile(known, share)
-            found[f"divergence_{name}"] = (jnp.nan_to_num(value), 1)
+            is_known = jnp.isfinite(value).astype(value.dtype)
+            found[f"divergence_{name}"] = (jnp.nan_to_num(value), is_known)
         for i, j in itertools.combinations(range(hparams.track_pairs), 2):
             found[f"divergence_{i}_{j}"] = (divergence(answer[i], answer[j]), 1)
         return found

@@ -212,6 +212,12 @@ def check_several(model: types.Model) -> None:
         )
 
 
+def ends_in_one_layer(params: types.Params, num_classes: int) -> bool:
+    """Whether the last stage is a kernel [D, Y] alone, or with a bias [Y]."""
+    found = sorted((leaf.ndim, leaf.shape[-1]) for leaf in jax.tree.leaves(params[-1]))
+    return found in ([(2, num_classes)], [(n, num_classes) for n in (1, 2)])
+
+
 def last_convolution(model: types.Model, example_shape: tuple[int, ...]) -> int:
     """The last stage with a four-dimensional kernel, else L - 1, but at least 1."""
     params, _ = shapes.variables(model, example_shape)

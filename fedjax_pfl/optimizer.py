@@ -141,8 +141,6 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
         for one in takes
         if isinstance(one.default, (bool, int, float)) and one.name not in _AS_FLAGS
     }
-    if name == "sgd" and options.is_off(hparams.client_momentum):
-        raise ValueError(f"{line} has no effect without --client_momentum; give both")
     out: dict[str, float | bool] = {}
     for part in text.split(","):
         option, equals, value = (one.strip() for one in part.partition("="))
@@ -166,6 +164,9 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
             is_right = np.isfinite(out[option]) and holds(out[option])
         if not is_right:
             raise ValueError(f"{line}: {option} is {value}, expected {wanted}")
+    is_of_momentum = name == "sgd" or "nesterov" in out and takes_momentum(name)
+    if is_of_momentum and options.is_off(hparams.client_momentum):
+        raise ValueError(f"{line} has no effect without --client_momentum; give both")
     return out
 
 

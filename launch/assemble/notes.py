@@ -198,6 +198,13 @@ def _of_optimizers(
             f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
         )
     usual, points = hparams.client_momentum, sweep.points(config.sweep)
+    is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
+    if name == "rprop" and is_kept and hparams.client_lr_decay != 1:
+        out.append(
+            f"--client_lr_decay={hparams.client_lr_decay:g} has no effect with "
+            "--client_optimizer=rprop and --optimizer_state=persist, since optax's "
+            "rprop takes the rate for its first state alone"
+        )
     values = dict.fromkeys(one.get("client_momentum", usual) for one in points)
     if any(values) and not optimizer.takes_momentum(name):
         out.append(

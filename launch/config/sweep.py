@@ -89,6 +89,12 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
             )
     every = settings(line, hparams)
     options.validate(*every)
+    for name, value in found[0].items():
+        unmet = [options.unmet(known[name], vars(one)) for one in every]
+        if all(unmet):
+            other, now = unmet[0][0]
+            wanted = options.metadata(known[name])["needs"][other]
+            raise ValueError(options.without_effect(name, value, other, now, wanted))
     for point, here in zip(found, every, strict=True):
         _, floats = options.split_floats(here)
         off = sorted(point.keys() - floats.keys())

@@ -258,6 +258,7 @@ def test_cuts_of_the_papers_model(algo, options, lowest, problem):
     data = problem.data.replace(image=np.zeros((1, *shape), np.uint8))
     shapes = jax.eval_shape(made.init, data, jax.random.key(0))
     assert len(plain.own(shapes).params) == 6 - lowest
+    assert bool(made.unused) == (lowest == 6)
     size = np.array([224, 1168, 4640, 16416, 528, 170]) * 4
     assert [kind.num_bytes for kind in made.messages] == [*size, *size]
     assert [kind.direction for kind in made.messages] == ["down"] * 6 + ["up"] * 6

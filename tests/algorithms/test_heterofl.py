@@ -14,6 +14,7 @@ import algorithms
 from algorithms import heterofl
 from fedjax_pfl import shapes, types, widths
 from launch import build
+from models import own as own_lib
 from models import stages
 from tests.algorithms import conftest, plain
 from tests.fedjax_pfl import small
@@ -257,6 +258,17 @@ def test_a_model_that_flattens_maps_is_refused(problem):
     """Its first dense layer's rows belong to places of the map."""
     with pytest.raises(ValueError, match="--model=tiny .*no narrower form .*convnet"):
         make(problem, model="tiny")
+
+
+def test_columns_of_classes_need_one_layer(problem):
+    """A hidden layer behind the body would be averaged by classes."""
+    flat = stages.Dense(6)
+    last = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(4)])
+    model = own_lib.chain([("body", flat), ("last", last)])
+    model = model._replace(at_width=lambda *_: model)
+    given = {"masked_cross_entropy": True, "level_mix": "1"}
+    with pytest.raises(ValueError, match="--model=own.* ends in last, which is more"):
+        make(problem, model=model, **given)
 
 
 class Scaled(nn.Module):

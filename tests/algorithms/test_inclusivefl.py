@@ -149,6 +149,11 @@ def test_momentum_distillation(problem):
     ("model", "given", "words"),
     [
         (None, {"momentum_distill_weight": 0.2}, "distill_weight=0.2: .*with_"),
+        (
+            None,
+            {"momentum_distill_weight": 0.2, "level_mix": "1:1:1", "levels": "maximum"},
+            "distill_weight=0.2 has no effect where all clients that may train have",
+        ),
         ("tiny", {"level_mix": "1"}, "--model=tiny has one exit"),
         (None, {"level_mix": "1:1"}, "=1:1 has 2 levels, --model=with_exits has 3"),
     ],

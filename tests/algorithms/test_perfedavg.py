@@ -1,11 +1,14 @@
 """Per-FedAvg against numpy: first-order and Hessian-free."""
 
 import chex
+import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 
 from algorithms import perfedavg
-from fedjax_pfl import shapes
+from fedjax_pfl import local_training, shapes
+from models import own as own_lib
 from tests.algorithms import plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5, "inner_lr": 0.3}
@@ -143,6 +146,35 @@ def test_the_loss_of_a_single_row(compiled, start, problem):
     total, count = metrics["train_loss"]
     assert total > 0.1 * count
     np.testing.assert_allclose((total, count), expected["train_loss"], rtol=1e-6)
+
+
+class Normed(nn.Module):
+    """flax's own batch norm, which is not told which rows of a batch are real."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.Dense(3)(x.reshape(len(x), -1))
+        return nn.Dense(4)(nn.BatchNorm(use_running_average=not train)(x))
+
+
+def test_a_single_row_leaves_no_statistics_of_the_empty_half(problem):
+    """Whatever fills the batch, and the row itself counts once."""
+    task = problem.task_of(own_lib.chain(Normed()), chunk=1)
+    made = perfedavg.make(perfedavg.HParams(batch_size=5, inner_lr=0.0), task)
+    state = made.init(problem.data, jax.random.key(0))
+    cohort = plain.cut(problem.cohort(1), 1)
+    plan = cohort.plans["local"]
+    first = plan.replace(position=np.where(np.arange(5) == 0, plan.position, -1))
+    cohort = cohort.replace(plans={"local": first})
+    found = []
+    for position in (0, 3):
+        with local_training.filled_from(position):
+            after, *_ = jax.jit(lambda *given: made.round(*given))(
+                state, cohort, problem.data
+            )
+        found.append(plain.host(after.server.stats))
+    chex.assert_trees_all_equal(*found)
+    assert plain.differs(found[0], plain.host(state.server.stats), 1e-4)
 
 
 def test_the_loss_is_that_of_the_adapted_model(compiled, start, problem):

@@ -297,6 +297,17 @@ def test_proximal_term(compiled, given, problem, cohort_at):
         chex.assert_trees_all_close(pair[0][cut:], pair[1][cut:], atol=1e-6)
 
 
+def test_a_round_without_peers_has_no_divergence(compiled, given, cohort_at):
+    """Nobody was compared, which is no divergence of 0."""
+    cohort = cohort_at(0)
+    alone = cohort.replace(peer_mask=np.zeros_like(cohort.peer_mask))
+    run = compiled("uapdfl", track_pairs=3, **SHARED)
+    for one, count in ((cohort, 1), (alone, 0)):
+        _, metrics, _ = run(given(), one, **FLOATS)
+        assert float(metrics["divergence_median"][1]) == count
+        assert float(metrics["divergence_p95"][1]) == count
+
+
 def test_pairs_are_tracked(compiled, given, cohort_at):
     """Figures 4 and 12: one number for each pair of the first clients."""
     run, state = compiled("uapdfl", track_pairs=3, **SHARED), given()

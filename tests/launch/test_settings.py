@@ -619,6 +619,16 @@ def test_a_state_that_persists(given, is_noted):
     assert notes.of_options(*made) == []
 
 
+@pytest.mark.parametrize("kept, is_noted", [("persist", True), ("reset", False)])
+def test_a_rate_that_only_the_first_state_has(kept, is_noted):
+    """That of optax's rprop, which no later round reads."""
+    given = {"client_optimizer": "rprop", "optimizer_state": kept}
+    made = resolved(algo="fedavg", client_lr_decay=0.5, **given)
+    found = [one for one in notes.of_options(*made) if "client_lr_decay=0.5" in one]
+    assert len(found) == is_noted
+    assert not notes.of_options(*resolved(algo="fedavg", **given))
+
+
 def test_adamw_without_decay_is_adam():
     """Unlike optax's, whose default is not 0."""
     (line,) = notes.of_options(*resolved(algo="fedavg", client_optimizer="adamw"))

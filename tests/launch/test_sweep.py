@@ -277,6 +277,9 @@ def test_what_a_point_gives_an_effect(blobs):
     with pytest.raises(ValueError, match="--prune_rounds=3 has no effect with --prun"):
         make(blobs, **pruned, prune_rate=0.0)
 
+    with pytest.raises(ValueError, match="--temperature=0.5 has no effect with --con"):
+        make(blobs, "moon", contrastive_weight=0.0, sweep="temperature=0.5,1.0")
+
     distilled = {"algo": "cdkt", "proxy_fraction": 0.2, "temperature": 5.0}
     for weights, is_said in (([0, 0.6], False), ([0.6, 0], False), ([0], True)):
         sweep = {"server_distill_weight": weights}
