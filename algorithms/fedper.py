@@ -152,7 +152,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     stays = hparams.layer_dropping and not jax.tree.leaves(
         last_stages(shapes.variables(model, task.example_shape))
     )
-    reason = "but that no layer with parameters is ever dropped, as in fedavg"
+    reason = "but that no layer with parameters is dropped, so that all share one model"
     names = ("drop_every", "min_layer") if stays else ()
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
