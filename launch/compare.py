@@ -15,7 +15,7 @@ import numpy as np
 from data import files, labels
 from fedjax_pfl import options as options_lib
 from launch.assemble import custom
-from launch.config import limits, presets, registry
+from launch.config import limits, presets, registry, sweep
 from launch.experiment import Experiment, experiment
 from launch.machine import processes
 from launch.run import loop
@@ -212,6 +212,8 @@ def compare(
 def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     """Builds the experiments, each with those of `options` that its algorithm has."""
     runs = _runs(algos)
+    if options.get("sweep"):  # its values may be a generator, which one row exhausts
+        options = {**options, "sweep": sweep.text(options["sweep"])}
     fields = [registry.fields_of(own["algo"]) for own in runs.values()]
     known = {*custom.ONLY_IN_PYTHON}.union(*fields)
     if odd := [name for name in options if name not in known]:
@@ -225,6 +227,7 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     names = [name for name in dict.fromkeys(own) if name != "none"] or ["none"]
     if options.get("preset") is not None:
         names = [options["preset"]]
+        options_lib.check_one_of("preset", names[0], [*presets.PRESETS])
     refused = None
     for preset in names:
         try:
@@ -251,6 +254,7 @@ def _runs(algos: Any) -> dict[str, Mapping[str, Any]]:
     elif isinstance(algos, str) or not isinstance(algos, Iterable):
         raise ValueError(f"compare: expected a list of algorithms, got {algos!r}")
     else:
+        algos = list(algos)
         names = [registry.algorithm_name(algo) for algo in algos]
         if len(set(names)) < len(names):
             raise ValueError(

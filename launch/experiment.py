@@ -367,7 +367,8 @@ def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
         ValueError: one line: there is no run, no state after `round`, or it has other
             data or options.
     """
-    devices.begin(given.get("distributed") or "")
+    given = {name: value for name, value in given.items() if value is not None}
+    devices.begin(given.get("distributed", ""))
     processes.meet("load")
     flags_path = files.given(path, "load") / workdir.RUN_FLAGS
 
@@ -397,7 +398,14 @@ def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
         # The clients' model follows the server's, also if another model is given.
         options.pop("client_model", None)
     options = custom.given_again(options, given, path)
-    given = given | {"algo": algo, "workdir": str(flags_path.parent), "resume": True}
+    own = {"workdir": str(flags_path.parent), "resume": True}
+    for name, value in own.items():
+        if str(given.get(name, value)) != str(value):
+            raise ValueError(
+                f"load: {name}={given[name]!r}: a run goes on in its folder, {path}; "
+                "omit it, or copy the folder and load the copy"
+            )
+    given = given | {"algo": algo} | own
     made = experiment(**options | given)
     made.folder.reopen(round)
     return made

@@ -167,7 +167,7 @@ def labels(runs: Sequence[Record]) -> list[str]:
         names += [n for n in (makes.options if makes else ()) if n not in names]
         values = [f"{n}={run.flags.get(n, 'unset')}" for n in names]
         done = run.records[-1]["round"] if run.records else 0
-        note = [] if run.clients else [f"(round {done} of {run.flags['rounds']})"]
+        note = [] if run.summary else [f"(round {done} of {run.flags['rounds']})"]
         out.append(" ".join([run.flags["algo"], *values, *note]))
     return _distinct(runs, out)
 

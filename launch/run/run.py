@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import numbers
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -319,8 +320,10 @@ class Run:
         evaluation of a round that has passed.
         """
         before = self.config.rounds
-        if not isinstance(rounds, int) or rounds < max(before, 1):
+        is_whole = isinstance(rounds, numbers.Integral) and not isinstance(rounds, bool)
+        if not is_whole or rounds < max(before, 1):
             raise ValueError(f"rounds={rounds!r}: expected {before} or more")
+        rounds = int(rounds)
         if rounds > limits.INT_LIMIT:
             raise ValueError(f"rounds={rounds}: expected at most {limits.INT_LIMIT}")
         window = summaries.window(self.config.summary, rounds)
@@ -484,6 +487,9 @@ class Run:
         """
         if point is None and len(self.points) == 1:
             point = self.points[0]
+        if point is not None and not isinstance(point, Mapping):
+            example = self.points[0] or {"client_lr": 0.1}
+            raise ValueError(f"point={point!r}: expected a mapping, such as {example}")
         point = point and dict(point)
         if point not in self.points:
             more = ["..."] * (len(self.points) > 4)
@@ -499,7 +505,8 @@ class Run:
 
     def seed_index(self, seed: int | None) -> int:
         """The index of a seed, None = the first; ValueError if unknown."""
-        if seed is not None and seed not in self.seeds:
+        is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
+        if seed is not None and not (is_whole and seed in self.seeds):
             raise ValueError(f"seed={seed}: expected one of {self.seeds}")
         return 0 if seed is None else self.seeds.index(seed)
 

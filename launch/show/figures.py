@@ -111,7 +111,7 @@ def picture(
 def _check_clients(runs: Runs, kind: str) -> None:
     """Raises a ValueError if runs lack what a picture of clients needs."""
     for run in runs:
-        if not run.clients:
+        if not run.clients or run.summary is None and kind != "bubbles":
             line = f"--kind={kind}: {run.path} is not finished"
             raise ValueError(f"{line}; omit it, or give --kind=curves")
     if kind != "bubbles" and not all(map(record.has_clients, runs)):

@@ -76,7 +76,10 @@ def plot(
     """Draws a picture of `launch.plot` for runs in memory, or raises a ValueError."""
     from launch.show import figures  # imports matplotlib, which is slow
 
-    every = [_runs(experiment) for experiment in experiments]
+    begun = [one for one in experiments if one.metrics] or experiments
+    if names:
+        names = [n for n, one in zip(names, experiments, strict=True) if one in begun]
+    every = [_runs(experiment) for experiment in begun]
     runs = [run for one in every for run in one]
     names = record.names_by_point(every, names)
     return figures.picture(kind, runs, names=names, **how)
@@ -86,7 +89,8 @@ def _runs(run: Run) -> list[record.Record]:
     """The records of a run in memory, as if read from a folder."""
     if not run.metrics:
         raise ValueError("nothing is measured yet; run() first")
-    path = pathlib.Path(run.config.workdir)
+    # A path tells runs apart, as the points of a sweep have the same one.
+    path = pathlib.Path(run.config.workdir or f"in-memory-{id(run):x}")
     options = flagfile.RunFlags.of(run.config, run.hparams).options
     summary = run.results() if run.is_over else None
     parts = options, run.metrics, finished.clients(run), summary
@@ -117,7 +121,8 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
                 if fewer := summaries_lib.fewer(entry):
                     line[f"{metric} of"] = fewer
                 if len(experiment.seeds) > 1:
-                    line[f"{metric} std"] = entry["std"]
+                    has_std = len(entry["per_seed"]) > 1
+                    line[f"{metric} std"] = entry["std"] if has_std else np.nan
                 if rule != "last" and metric in part.get("last_round", {}):
                     last = part["last_round"][metric]
                     line[f"{metric} last round"] = last["mean"]
@@ -139,6 +144,7 @@ def table(
     """
     from launch.show import table as table_lib  # imports scipy.stats, which is slow
 
+    control = control or ""
     runs: dict[str, record.Record | None] = {}
     for name, one in experiments.items():
         if not one.is_over:
@@ -171,8 +177,7 @@ def beside(
     for name, one in experiments.items():
         if one.config.sweep:
             raise ValueError(f"control={control}: {name} is a sweep; omit it")
-        run = _runs(one)[0]
-        if one.is_over and record.diverged(run) is None:
+        if one.is_over and record.diverged(run := _runs(one)[0]) is None:
             runs[name] = run
     if control not in runs:
         return frame

@@ -228,7 +228,7 @@ def _cells(entries: Entries, metric: words.Metric) -> list[Cell]:
     """A metric of each run; the best is marked among those that did not diverge."""
     name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
-    sound = [one for one in _sound(entries) if name in one.summary["metrics"]]
+    sound = [one for one in _whole(entries) if name in one.summary["metrics"]]
     if len(sound) > 1 and metric.better and _has_best(entries):
         means = [one.summary["metrics"][name]["mean"] for one in sound]
         best = (min if metric.better == "lower" else max)(means)
@@ -277,7 +277,8 @@ def _best(entries: Entries) -> str:
         return f" No value is marked as the best, as {alike.in_words(unlike)}."
     if (points := alike.points(_named(entries))) and not _is_sweep(entries):
         return f" No value is marked as the best, as {alike.of_points(points)}."
-    return " The best value of a metric is bold." * _has_best(entries)
+    has_best = _has_best(entries) and len(_whole(entries)) > 1
+    return " The best value of a metric is bold." * has_best
 
 
 def _legend(
@@ -356,7 +357,7 @@ def _setting(entries: Entries) -> str:
         return " or ".join(dict.fromkeys(every))
 
     text = f"{values('num_clients')} clients, {values('clients_per_round')} a round, "
-    text += f"{values('rounds')} rounds, partition {values('partition')}"
+    text += f"{_rounds(entries)}, partition {values('partition')}"
     if "dirichlet" in values("partition"):
         text += f" (alpha {values('partition_alpha')})"
     text += f", model {values('model')}."
@@ -365,8 +366,23 @@ def _setting(entries: Entries) -> str:
     return text
 
 
+def _rounds(entries: Entries) -> str:
+    """The rounds of runs, of which some may have stopped early."""
+    planned = [entry.run.flags.get("rounds", "unset") for entry in entries]
+    done = [entry.summary.get("rounds") for entry in entries]
+    early = [bool(entry.summary.get("stopped_early")) for entry in entries]
+    texts = [
+        f"{count} of {most}" if is_early else most
+        for count, most, is_early in zip(done, planned, early, strict=True)
+    ]
+    stopped = " (stopped early)" * any(early)
+    return f"{' or '.join(dict.fromkeys(texts))} rounds{stopped}"
+
+
 def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     """The result in a sentence."""
+    if len(entries) > 1 and not _whole(entries):
+        return "All runs diverged."
     name, percent = metric.name, " %" if metric.unit else ""
     ranked = sorted(
         (entry for entry in _sound(entries) if name in entry.summary["metrics"]),
@@ -391,7 +407,9 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     other = base if base in ranked and best is not base else ranked[1]
     gap = _gap(best, other, metric)
     if gap is None:
-        return f"{text}; {other.name} has another data set."
+        is_other = alike.data(best.run) != alike.data(other.run)
+        why = "has another data set" if is_other else "has no value of the same seed"
+        return f"{text}; {other.name} {why}."
     points = " points" if percent else ""
     text += f", {words.paired(gap, metric.digits)}{points} against {other.name}"
     if len(gap) > 1:
@@ -413,9 +431,14 @@ def _scope(entries: Entries, settings: Mapping[str, Entries]) -> list[str]:
     ]
 
 
+def _whole(entries: Entries) -> list[Entry]:
+    """The runs that did not diverge."""
+    return [entry for entry in entries if record.diverged(entry.run) is None]
+
+
 def _sound(entries: Entries) -> list[Entry]:
     """The runs that did not diverge, or all if every one did."""
-    return [e for e in entries if record.diverged(e.run) is None] or list(entries)
+    return _whole(entries) or list(entries)
 
 
 def _notes(entries: Entries) -> list[str]:

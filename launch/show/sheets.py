@@ -52,7 +52,8 @@ def lines(heads: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> list[s
     """The lines of a grid in Markdown."""
 
     def cells(texts: Sequence[str]) -> str:
-        escaped = (one.replace("|", r"\|") for one in texts)
+        escaped = (" ".join(one.split("\n")) for one in texts)
+        escaped = (one.replace("|", r"\|").replace("<", "&lt;") for one in escaped)
         return "".join(f" {one} |" for one in escaped)
 
     body = [f"|{cells([name, *texts])}" for name, texts in rows]

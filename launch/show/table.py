@@ -220,6 +220,9 @@ def made(
         raise ValueError(f"test={test}: expected wilcoxon or none")
     if isinstance(metrics, str):
         raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
+    is_list = isinstance(metrics, Sequence)
+    if not is_list or not all(isinstance(name, str) for name in metrics):
+        raise ValueError(f"metrics={metrics!r}: expected a list of names")
     known = [run for found in runs.values() for run in found.values() if run]
     rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
     columns, untested, apart, is_ranked = [], [], [], False
@@ -407,7 +410,8 @@ def _values(
         is_best |= p_best is not None and p_best >= significance.LEVEL
         is_best &= is_ranked and row in whole
         gap = sign * (means[row] - means.get(control, 0.0))
-        numbers = entry["mean"], entry["std"]
+        has_spread = len(entry["per_seed"]) > 1 or "seeds" not in entry
+        numbers = entry["mean"], entry["std"] if has_spread else None
         shown = mark(how, gap, p, side)
         beside = None
         if p is not None:

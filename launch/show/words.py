@@ -334,7 +334,7 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
     labels = [sweep.label(part["point"]) for part in parts]
     width = max(map(len, labels))
     every = [entry for part in parts for entry in part["metrics"].values()]
-    seeds = max(len(entry["per_seed"]) for entry in every)
+    seeds = max((len(entry["per_seed"]) for entry in every), default=1)
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     titles = "  ".join(f"{title(name):>16}" for name in names)
     kind = "percent" if all(metric(name).unit for name in names) else "number"
@@ -345,6 +345,8 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
             entry, scale, text = part["metrics"].get(name), metric(name).scale, "–"
             if entry:
                 text = mean_and_std(entry, scale, digits=2, sign="+-")
+                if fewer := summaries.fewer(entry):
+                    text += f" ({fewer})"
             cells.append(f"{text:>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
@@ -382,7 +384,8 @@ def setup_megabytes(summary: Mapping[str, Any]) -> str:
 
 def _lines(summary: dict[str, Any]) -> list[str]:
     """The lines of metrics for a run without a sweep."""
-    seeds = len(next(iter(summary["metrics"].values()))["per_seed"])
+    every = summary["metrics"].values()
+    seeds = max((len(entry["per_seed"]) for entry in every), default=1)
     spread = f" +- std over {seeds} seeds" if seeds > 1 else ""
     known = summaries.kinds(summary)
     shown = [metric(name, known) for name in known]

@@ -22,6 +22,7 @@ from launch import build, export, main
 from launch.assemble import model_files
 from launch.folder import record
 from launch.models_out import client_model, inside
+from launch.show import words
 from tests import synthetic
 from tests.toys import model
 
@@ -250,6 +251,15 @@ def test_shown(arrays, trained):
     assert "round 0 of 2" in repr(fresh) and "\n" not in repr(fresh)
     assert "Client (UA)" in repr(trained)
     assert "<b>fedper on arrays" in trained._repr_html_()
+
+
+def test_shown_before_anything_is_measured(trained):
+    """As where an evaluation has nothing of single clients."""
+    summary = trained.summary()
+    bare = summary | {"metrics": {}, "last_round": {}}
+    assert "fedper on arrays" in words.table(bare)
+    points = [{"point": {"client_lr": lr}, "metrics": {}} for lr in (0.1, 0.2)]
+    assert "client_lr=0.2" in words.table(bare | {"sweep": points})
 
 
 def test_no_pictures(arrays, trained):
@@ -504,13 +514,15 @@ def test_interrupt_and_extend(arrays):
     with pytest.raises(KeyboardInterrupt, match="after round [12]"):
         experiment.run(progress=False, on_record=interrupt)
     assert experiment.metrics
+    with pytest.raises(ValueError, match="--kind=ecdf: in-memory-.* is not finished"):
+        experiment.plot("ecdf")
     experiment.run(progress=False)
-    found = experiment.extend(5).run(progress=False)
+    found = experiment.extend(np.int64(5)).run(progress=False)
     whole = made(arrays, rounds=5).run(progress=False)
     assert found["metrics"] == whole["metrics"]
     assert found["parameters_sha256"] == whole["parameters_sha256"]
     assert np.isfinite(experiment.kept.arrays[:, 0]).all()
-    for rounds in (4, "9"):
+    for rounds in (4, "9", True):
         with pytest.raises(ValueError, match="expected 5 or more"):
             experiment.extend(rounds)
 
@@ -566,6 +578,11 @@ def test_a_folder_keeps_it(arrays, tmp_path):
     first.run(until=2, progress=False)
     again = build.load(folder, dataset=arrays, model=MODULES)
     assert again.round == 2 and again.metrics == first.metrics
+    more = {"dataset": arrays, "model": MODULES}
+    assert build.load(folder, **more, rounds=None, workdir=folder).config.rounds == 3
+    for other in ({"workdir": str(tmp_path / "other")}, {"resume": False}):
+        with pytest.raises(ValueError, match="goes on in its folder, .*; omit it"):
+            build.load(folder, **more, **other)
     again.run(progress=False)
     assert (tmp_path / "run" / "summary.json").exists()
     with pytest.raises(ValueError, match="was changed since this run left it"):
@@ -731,6 +748,8 @@ def test_a_comparison_takes_the_preset_that_suits_all():
         (["fedavg", "local"], {"personal_from": "last"}, "is a flag of none of fedavg"),
         (["fedavg", "cdkt"], {"preset": "none"}, "leaves no proxy set"),
         (["fedavg", "nix"], {}, "--algo=nix: expected one of"),
+        (["fedavg"], {"preset": "pflib"}, "--preset=pflib: .* did you mean pfllib"),
+        (["fedavg"], {"preset": ["none"]}, "--preset=.*: expected one of"),
         ({"a": {"client_lr": 0.1}}, {}, "expected options with an algo for 'a'"),
         ({"a/b": {"algo": "local"}}, {}, "'a/b' cannot be the name of a folder"),
         ({"a" * 300: {"algo": "local"}}, {}, "cannot be the name of a folder"),
@@ -776,6 +795,8 @@ def test_an_interrupted_comparison_goes_on(arrays, capsys):
     )
     assert "run() continues" in capsys.readouterr().out
     assert not compared["local"].metrics and compared["fedavg"].round < 3
+    assert list(compared.summary(control="fedavg").index) == ["fedavg", "local"]
+    assert compared.plot("curves")
     assert "2 of 2 results are not finished." in str(compared.table())
     compared.run(progress=False)
     assert [one.round for one in compared.values()] == [3, 3]

@@ -322,6 +322,41 @@ def entry(name, values, kind="accuracy"):
     return page_lib.Entry(name, looks.looks([name])[name], run)
 
 
+def test_runs_that_diverged_are_not_ranked():
+    """Neither bold nor ahead, and no legend says so."""
+    metric = words.metric("client_accuracy")
+    pair = [entry(n, [[0.2, 0.4]]) for n in ("fedavg", "local")]
+    alone = [one.run._replace(records=[{"round": 4, "diverged": 2}]) for one in pair]
+    both = [one._replace(run=run) for one, run in zip(pair, alone, strict=True)]
+    assert page_lib._answer(both, metric, both[0]) == "All runs diverged."
+    for entries in (both, [both[0], pair[1]]):
+        assert not any(cell.is_best for cell in page_lib._cells(entries, metric))
+        assert not page_lib._best(entries)
+    assert page_lib._best(pair) == " The best value of a metric is bold."
+
+
+def test_rounds_of_runs_that_stopped_early():
+    pair = [entry(n, [[0.2, 0.4]]) for n in ("fedavg", "local")]
+    assert page_lib._rounds(pair) == "4 rounds"
+    pair[1].summary.update(rounds=3, stopped_early=True)
+    assert page_lib._rounds(pair) == "4 or 3 of 4 rounds (stopped early)"
+
+
+def test_values_without_a_common_seed():
+    pair = [entry(n, [[0.2, 0.4]]) for n in ("fedavg", "local")]
+    for number, one in enumerate(pair):
+        of = one.summary["metrics"]["client_accuracy"]
+        of |= {"seeds": [number], "of_seeds": 2}
+    text = page_lib._answer(pair, words.metric("client_accuracy"), pair[1])
+    assert text.endswith("has no value of the same seed.")
+
+
+def test_names_in_markdown():
+    """A tag would be dropped, and a line's end would end the row."""
+    (*_, row) = sheets.lines(["a|b"], [("<c>\nd", ["1"])])
+    assert row == "| &lt;c> d | 1 |"
+
+
 def test_lower_perplexities_are_ahead():
     """In as many seeds as the page says."""
     given = ("fedavg", [20, 20, 32]), ("local", [25, 25, 30])

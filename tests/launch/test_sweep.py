@@ -252,6 +252,9 @@ def test_a_point_serves_with_its_own_numbers(blobs):
             losses.append(found["loss"])
         assert np.mean(losses) == pytest.approx(wanted, rel=1e-5)
     assert len(set(measured)) == 2
+    for odd in (0.1, "inner_lr=2.0"):
+        with pytest.raises(ValueError, match="expected a mapping, such as {'inner_lr'"):
+            made.predict(0, made.data.image[:1], point=odd)
 
 
 def test_points_that_differ_in_more_than_numbers(blobs):
@@ -306,8 +309,9 @@ def test_numbers_that_decide_sizes_are_refused(blobs):
         make(blobs, algo="dispfl", num_peers=2, sweep={"density": [0.2, 0.5]})
     with pytest.raises(ValueError, match="expected names and values"):
         make(blobs, sweep=[0.1])
-    with pytest.raises(ValueError, match="a list of values"):
-        make(blobs, sweep={"client_lr": 0.1})
+    for odd in (0.1, "12"):
+        with pytest.raises(ValueError, match="a list of values"):
+            make(blobs, sweep={"client_lr": odd})
 
 
 def test_the_command_says_ranges_while_it_runs(blobs, tmp_path, capsys):
