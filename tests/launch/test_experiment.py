@@ -257,7 +257,7 @@ def test_shown_before_anything_is_measured(trained):
     """As where an evaluation has nothing of single clients."""
     summary = trained.summary()
     bare = summary | {"metrics": {}, "last_round": {}}
-    assert "fedper on arrays" in words.table(bare)
+    assert "samples/s" in words.table(bare)
     points = [{"point": {"client_lr": lr}, "metrics": {}} for lr in (0.1, 0.2)]
     assert "client_lr=0.2" in words.table(bare | {"sweep": points})
 
