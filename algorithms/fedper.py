@@ -152,8 +152,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     stays = hparams.layer_dropping and not jax.tree.leaves(
         last_stages(shapes.variables(model, task.example_shape))
     )
-    reason = "but that no layer with parameters is dropped, so that all share one model"
-    names = ("drop_every", "min_layer") if stays else ()
+    reason = "as no layer with parameters is ever dropped, so that all share one model"
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=traffic.stages_both_ways(task, model),
@@ -162,7 +161,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
         serving=None if is_whole else serving,
         adapt=None if is_whole else adapt,
-        unused=dict.fromkeys(names, reason),
+        unused={"layer_dropping": reason} if stays else {},
     )
 
 

@@ -164,9 +164,11 @@ def parsed(hparams: Any) -> dict[str, float | bool]:
             is_right = np.isfinite(out[option]) and holds(out[option])
         if not is_right:
             raise ValueError(f"{line}: {option} is {value}, expected {wanted}")
-    is_of_momentum = name == "sgd" or "nesterov" in out and takes_momentum(name)
-    if is_of_momentum and options.is_off(hparams.client_momentum):
-        raise ValueError(f"{line} has no effect without --client_momentum; give both")
+    is_off = takes_momentum(name) and options.is_off(hparams.client_momentum)
+    if is_off and out.get("nesterov"):
+        raise ValueError(
+            f"{line}: nesterov has no effect without --client_momentum; give both"
+        )
     return out
 
 

@@ -133,18 +133,15 @@ def conflicts(*points: Any, noted: Collection[str] | None = None) -> Iterator[st
             continue
         settled = [p for p in points if not isinstance(getattr(p, name), jax.Array)]
         given = [p for p in settled if _is_given(field, getattr(p, name), noted)]
-        for other in meta["needs"]:
-            idle = [one for one in given if other in dict(unmet(field, vars(one)))]
-            if idle and len(idle) == len(given):
-                value, now = getattr(idle[0], name), getattr(idle[0], other)
-                yield without_effect(name, value, other, now, meta["needs"][other])
-            for one in settled if meta["is_needed"] else ():
-                now, lacking = getattr(one, other, None), dict(unmet(field, vars(one)))
-                if (
-                    getattr(one, name) in OFF
-                    and now is not None
-                    and other not in lacking
-                ):
+        if given and all(unmet(field, vars(one)) for one in given):
+            for other, now in unmet(field, vars(given[0])):
+                value, wanted = getattr(given[0], name), meta["needs"][other]
+                yield without_effect(name, value, other, now, wanted)
+        for one in settled if meta["is_needed"] else ():
+            lacking = dict(unmet(field, vars(one)))
+            for other in meta["needs"] if getattr(one, name) in OFF else ():
+                now = getattr(one, other, None)
+                if now is not None and other not in lacking:
                     yield f"--{other}={text(now)} needs --{name}: {meta['help']}"
         for other, refused in meta["excludes"].items():
             for one in given:

@@ -132,14 +132,14 @@ def split(labels: np.ndarray, protocol: Protocol, num_clients: int) -> parts.Par
     options.check_at_most("classes_per_client", wanted, num_classes, why)
     members = [np.flatnonzero(labels == c) for c in range(num_classes)]
     sizes = np.array([len(m) for m in members])
-    users = user_labels(protocol, num_classes).ravel()
-    needed = 10 * np.bincount(users, minlength=num_classes) + 1
+    users = np.bincount(user_labels(protocol, num_classes).ravel(), None, num_classes)
+    needed = 10 * users + 1
     if protocol.class_sizes is None:  # amounts are of what is above the reserve
         needed = np.maximum(needed, protocol.reserve)
-    if len(short := np.flatnonzero(sizes < needed)):
-        c = short[0]
+    if len(short := np.flatnonzero((users > 0) & (sizes < needed))):
+        c, kind = short[0], "cdkt_paper" if protocol.random_labels else "cdkt"
         raise ValueError(
-            f"--partition=cdkt needs {needed[c]} images of class {c}, which has "
+            f"--partition={kind} needs {needed[c]} images of class {c}, which has "
             f"{sizes[c]}; take another --partition"
         )
     cuts = slices(sizes, protocol)

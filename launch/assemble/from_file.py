@@ -316,8 +316,8 @@ def note_of_overlap(
         return unknown if rows.others else ""
     return (
         f"{line}: {' and '.join(found)} are train rows of its model, "
-        "so that accuracies may be too high; give the --seed, --partition and "
-        "--test_split that it was trained with"
+        "so that accuracies may be too high; give the --seed, --partition, "
+        "--test_split and --val_split that it was trained with"
     )
 
 

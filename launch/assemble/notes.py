@@ -349,19 +349,20 @@ def of_clients(
             f"no client trains on {len(lost)} of {num_classes} classes "
             f"({shown}), {count} row{'s' * (count > 1)} of the data"
         )
-    wanted: Any = 0
-    line = f"--classes_per_client={config.classes_per_client}"
-    if config.partition.endswith("pathological") or config.partition == "cdkt_paper":
-        wanted = config.classes_per_client
+    if config.partition.endswith("pathological"):
+        line = f"--classes_per_client={config.classes_per_client}"
+        wanted: Any = config.classes_per_client
     elif config.partition == "classes":
         line = f"--client_classes={config.client_classes}"
         wanted = np.array([len(own) for own in resolve.client_classes(config)])
+    else:
+        return out
     classes = np.unique(split.train.owner * num_classes + label[split.train.row])
     each = np.bincount(classes // num_classes, minlength=config.num_clients)
     # Not those of clients that never train
     if few := int(((each > 0) & (each < wanted)).sum()):
-        why = "as some classes have few rows"
-        why = "as in PFLlib" if config.partition.startswith("pfllib") else why
+        is_pfllib = config.partition.startswith("pfllib")
+        why = "as in PFLlib" if is_pfllib else "as some classes have few rows"
         out.append(
             f"{line}: {few} of {config.num_clients} clients train on fewer classes, "
             f"{why}"
@@ -376,8 +377,9 @@ def _of_rows_that_train(
     out, train, flag = [], split.train, f"--partition={config.partition}"
     if config.partition_draw == "overlap":
         flag = "--partition_draw=overlap"
-    given = {"test": parts.Given(split.test, split.official_test), "validation": val}
-    for kind, (owned, others) in given.items() if val else [*given.items()][:1]:
+    given = {"test": parts.Given(split.test, split.official_test)}
+    given |= {"validation": val} if val else {}
+    for kind, (owned, others) in given.items():
         every = np.append(owned.row, others)
         if not (of_any := int(np.isin(every, train.row).sum())):
             continue

@@ -28,6 +28,8 @@ def _made(dataclass: Any, values: Mapping[str, Any], swept: str = "") -> Any:
         if none and field.name not in chosen:
             raise ValueError(f"--{field.name} has no default; give it a value")
     made = dataclass(**chosen)
+    for field in dataclasses.fields(made):
+        options.check(field, getattr(made, field.name))
     options.validate(*sweep.settings(swept, made))
     return made
 

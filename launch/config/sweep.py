@@ -113,11 +113,15 @@ def settings(line: str, hparams: Any) -> list[Any]:
 
     Raises ValueError as `points` does.
     """
-    known = {name for name, value in vars(hparams).items() if isinstance(value, float)}
+    known = {field.name for field in dataclasses.fields(hparams) if _is_float(field)}
     return [
         dataclasses.replace(hparams, **{n: v for n, v in point.items() if n in known})
         for point in points(line)
     ]
+
+
+def _is_float(field: dataclasses.Field) -> bool:
+    return field.type is float or str(field.type).startswith("float")
 
 
 def _why_not(
@@ -128,8 +132,8 @@ def _why_not(
         return "shapes the data, the models or the run"
     if name not in known:
         return f"is not an option of this algorithm{options.nearest(name, known)}"
-    value, kind = getattr(hparams, name), known[name].type
-    if kind is float or str(kind).startswith("float"):
+    value = getattr(hparams, name)
+    if _is_float(known[name]):
         if known[name].metadata.get("is_static"):
             return "is part of the program, so that each value is another"
         return ""

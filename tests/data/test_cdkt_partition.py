@@ -251,7 +251,16 @@ def test_too_few_images_for_the_generator(sizes, line):
         cdkt.split(np.repeat(np.arange(len(sizes)), sizes), cdkt.PROTOCOLS["mnist"], 10)
 
 
-@pytest.mark.parametrize("sizes", [[151, 151] + [141] * 5, [101] * 50])
+def test_too_few_images_for_random_labels():
+    """Thirteen users may have a class of which ten would have it by turns."""
+    label, protocol = np.repeat(np.arange(10), 105), cdkt.PROTOCOLS["mnist"]
+    with pytest.raises(ValueError, match="--partition=cdkt_paper needs 1.1 images of"):
+        cdkt.split(label, protocol._replace(random_labels=True), 50)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[151, 151] + [141] * 5, [101] * 50, [101] * 51 + [9]]
+)
 def test_just_enough_images_for_the_generator(sizes):
     """Each user has ten images of each class of its own."""
     label = np.repeat(np.arange(len(sizes)), sizes)

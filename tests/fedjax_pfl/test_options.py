@@ -112,6 +112,21 @@ def test_options_without_effect_are_refused():
     assert jax.jit(traced)(0.25) == 0.25
 
 
+def test_points_lack_different_options():
+    """An option with two needs is without effect where each point lacks one."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        one: float = options.option(0.0, "help")
+        two: float = options.option(0.0, "help")
+        both: float = options.option(0.0, "", needs={"one": (1,), "two": (1,)})
+
+    points = Own(1.0, 0.0, 5.0), Own(0.0, 1.0, 5.0)
+    (line,) = options.conflicts(*points)
+    assert line.startswith("--both=5.0 has no effect with --two=0.0; omit it")
+    assert not list(options.conflicts(*points, Own(1.0, 1.0, 5.0)))
+
+
 def test_a_choice_that_ends_in_a_path():
     """`file:PATH` stands for any file."""
 

@@ -184,15 +184,6 @@ def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
             },
             "client_classes=0,1/0,1/1,2: 1 of 3 clients train on fewer classes",
         ),
-        (
-            {
-                "partition": "cdkt_paper",
-                "dataset": (np.repeat(GRID, 6, 0)[:1050], np.arange(1050) % 10),
-                "num_clients": 50,
-                "partition_seed": 1,
-            },
-            "classes_per_client=2: .* clients train on fewer classes, as some",
-        ),
         ({"partition": "iid"}, ""),
     ],
 )

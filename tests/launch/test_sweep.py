@@ -1,5 +1,6 @@
 """Sweeps: every point is the run that it would be alone, in one program."""
 
+import dataclasses
 import json
 
 import chex
@@ -10,7 +11,8 @@ import pytest
 import models
 from launch import build, export
 from launch import main as main_lib
-from launch.config import flags, sweep
+from launch.assemble import custom, notes
+from launch.config import flags, resolve, sweep
 from launch.folder import record
 from launch.show import figures, words
 from launch.show import page as page_lib
@@ -268,27 +270,46 @@ def test_points_that_differ_in_more_than_numbers(blobs):
 
 def test_what_a_point_gives_an_effect(blobs):
     """Options that a swept one needs pass, and are not said to have no effect."""
-    swept = {"sweep": {"client_momentum": [0.5, 0.9]}}
-    nesterov = {"client_optimizer_options": "nesterov=true"}
-    made = make(blobs, "fedavg", **swept, **nesterov)
-    assert not [line for line in made.notes if "no effect" in line]
-    with pytest.raises(ValueError, match="nesterov=true has no effect without --cl"):
-        make(blobs, "fedavg", **nesterov)
+    nesterov = {"algo": "fedavg", "client_optimizer_options": "nesterov=true"}
+    nesterov["sweep"] = "client_momentum=0.5,0.9"
+    config, hparams = resolve.configure(nesterov)
+    assert custom.with_optimizers(hparams, {}, nesterov) == hparams
+    assert not [one for one in notes.of_options(config, hparams) if "effect" in one]
+    with pytest.raises(ValueError, match="nesterov has no effect without --client_mo"):
+        custom.with_optimizers(hparams, {}, nesterov | {"sweep": ""})
 
-    pruned = {"algo": "dispfl", "num_peers": 2, "prune_rounds": 3}
-    make(blobs, **pruned, sweep={"prune_rate": [0, 0.6]})
+    pruned = {"algo": "dispfl", "prune_rounds": 3, "prune_rate": 0.0}
+    resolve.configure(pruned | {"sweep": "prune_rate=0,0.6"})
     with pytest.raises(ValueError, match="--prune_rounds=3 has no effect with --prun"):
-        make(blobs, **pruned, prune_rate=0.0)
+        resolve.configure(pruned)
+    with pytest.raises(ValueError, match="--prune_rate=-3.0: expected at least 0"):
+        resolve.configure(pruned | {"prune_rate": -3.0, "sweep": "prune_rate=0.1,1"})
 
     with pytest.raises(ValueError, match="--temperature=0.5 has no effect with --con"):
         make(blobs, "moon", contrastive_weight=0.0, sweep="temperature=0.5,1.0")
 
     distilled = {"algo": "cdkt", "proxy_fraction": 0.2, "temperature": 5.0}
-    for weights, is_said in (([0, 0.6], False), ([0.6, 0], False), ([0], True)):
-        sweep = {"server_distill_weight": weights}
-        made = make(blobs, **distilled, client_distance="js", sweep=sweep)
+    for weights, is_said in (([0, 0.6], False), ([0], True)):
+        swept = {"server_distill_weight": weights}
+        made = make(blobs, **distilled, client_distance="js", sweep=swept)
         line = "--temperature=5.0 has no effect without a distance kl; omit it"
         assert (line in made.notes) == is_said
+
+
+def test_own_floats_are_swept_whatever_their_default():
+    """By their annotation, as flags are: a default may be a whole number or None."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        scale: float = 1
+        maybe: float | None = None
+        count: int = 3
+
+    for name in ("scale", "maybe"):
+        assert [one[name] for one in sweep.of(f"{name}=0.5,2", Own())] == [0.5, 2]
+        every = sweep.settings(f"{name}=0.5,2;count=5", Own())
+        assert [getattr(one, name) for one in every] == [0.5, 2]
+        assert {one.count for one in every} == {3}
 
 
 def test_points_that_are_nearly_equal_stay_apart(blobs, tmp_path):
