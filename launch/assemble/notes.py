@@ -36,7 +36,7 @@ def of_options(
     """
     points = sweep.settings(config.sweep, hparams)
     out = [*options.conflicts(config, noted=asked)]
-    out += options.conflicts(*points, noted=asked)
+    out += dict.fromkeys(options.conflicts(*points, noted=asked))  # once for all points
     out += _without_effect(config, hparams, asked, at_points)
     out += _of_rounds(config, hparams)
     if config.init_from and not getattr(hparams, "shared_init", True):
