@@ -145,13 +145,11 @@ def conflicts(*points: Any, noted: Collection[str] | None = None) -> Iterator[st
                     yield f"--{other}={text(now)} needs --{name}: {meta['help']}"
         for other, refused in meta["excludes"].items():
             for one in given:
-                now = getattr(one, other, None)
+                value, now = getattr(one, name), getattr(one, other, None)
                 if now is not None and _is_among(now, refused):
-                    flags = (
-                        f"--{name}={text(getattr(one, name))}",
-                        f"--{other}={text(now)}",
-                    )
-                    yield f"{flags[0]} does not go with {flags[1]}; omit one of them"
+                    flag = f"--{name}={text(value)}"
+                    cure = f"--{other}={text(now)}; omit one of them"
+                    yield f"{flag} does not go with {cure}"
 
 
 def _is_given(field: dataclasses.Field, value: Any, noted: Collection[str] | None):

@@ -1,5 +1,6 @@
 """Checks of single values, and how errors show a value."""
 
+import numbers
 import os
 import unicodedata
 from typing import Any
@@ -55,6 +56,11 @@ def checked(name: str, value: Any, kind: type) -> Any:
             sign = "at least -" if value < 0 else "at most "
             raise ValueError(f"--{name}={shown(value)}: expected {sign}{limit:.10g}")
     return kind(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, of NumPy too, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_text(name: str, value: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import numbers
 import os
 import pathlib
 import shlex
@@ -230,7 +229,7 @@ class Workdir(loop.Listener):
         """The folder with a round's checkpoint, None = the newest; or ValueError."""
         if round is None:
             return self.checkpoints
-        if not isinstance(round, numbers.Integral) or isinstance(round, bool):
+        if not limits.is_whole(round):
             raise ValueError(
                 f"round={limits.shown(round)}: expected a number of rounds"
             )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import numbers
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -320,8 +319,7 @@ class Run:
         evaluation of a round that has passed.
         """
         before = self.config.rounds
-        is_whole = isinstance(rounds, numbers.Integral) and not isinstance(rounds, bool)
-        if not is_whole or rounds < max(before, 1):
+        if not limits.is_whole(rounds) or rounds < max(before, 1):
             raise ValueError(f"rounds={rounds!r}: expected {before} or more")
         rounds = int(rounds)
         if rounds > limits.INT_LIMIT:
@@ -505,8 +503,7 @@ class Run:
 
     def seed_index(self, seed: int | None) -> int:
         """The index of a seed, None = the first; ValueError if unknown."""
-        is_whole = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-        if seed is not None and not (is_whole and seed in self.seeds):
+        if seed is not None and not (limits.is_whole(seed) and seed in self.seeds):
             raise ValueError(f"seed={seed}: expected one of {self.seeds}")
         return 0 if seed is None else self.seeds.index(seed)
 

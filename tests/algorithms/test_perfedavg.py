@@ -133,12 +133,17 @@ def test_without_an_inner_rate_it_is_fedavg(compiled, start, problem):
     )
 
 
-def test_the_loss_of_a_single_row(compiled, start, problem):
-    """It is that of the model itself, and not 0, as there is no second half."""
-    state, cohort = start().replace(clients=()), plain.cut(problem.cohort(1), 1)
+def of_a_single_row(problem):
+    """A cohort in which each client takes one step on one row."""
+    cohort = plain.cut(problem.cohort(1), 1)
     plan = cohort.plans["local"]
     first = plan.replace(position=np.where(np.arange(5) == 0, plan.position, -1))
-    cohort = cohort.replace(plans={"local": first})
+    return cohort.replace(plans={"local": first})
+
+
+def test_the_loss_of_a_single_row(compiled, start, problem):
+    """It is that of the model itself, and not 0, as there is no second half."""
+    state, cohort = start().replace(clients=()), of_a_single_row(problem)
     rates = dict.fromkeys(FLOATS, 0.0) | {"client_lr_decay": 1.0}
     _, metrics, *_ = compiled("perfedavg")(state, cohort, **rates)
     del rates["inner_lr"]
@@ -162,11 +167,7 @@ def test_a_single_row_leaves_no_statistics_of_the_empty_half(problem):
     task = problem.task_of(own_lib.chain(Normed()), chunk=1)
     made = perfedavg.make(perfedavg.HParams(batch_size=5, inner_lr=0.0), task)
     state = made.init(problem.data, jax.random.key(0))
-    cohort = plain.cut(problem.cohort(1), 1)
-    plan = cohort.plans["local"]
-    first = plan.replace(position=np.where(np.arange(5) == 0, plan.position, -1))
-    cohort = cohort.replace(plans={"local": first})
-    found = []
+    cohort, found = of_a_single_row(problem), []
     for position in (0, 3):
         with local_training.filled_from(position):
             after, *_ = jax.jit(lambda *given: made.round(*given))(
