@@ -3,6 +3,7 @@
 All are by seed, in the form of a summary's metric: {mean, std, per_seed}.
 """
 
+import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -99,8 +100,8 @@ def of(
 
     Raises a ValueError if `share` is not above 0.
     """
-    if share <= 0:
-        raise ValueError(f"until={share:g}: expected a share above 0, such as 0.95")
+    if not isinstance(share, numbers.Real) or not share > 0:
+        raise ValueError(f"until={share!r}: expected a share above 0, such as 0.95")
     if name in PLACES:
         _, place = curves.PLACES[PLACES[name]]
         return control and _until(run, control, share, place)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import math
+import numbers
 import pathlib
 import shutil
 import tempfile
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from data import files
 from fedjax_pfl import json_text
-from launch.config import algorithm_file, registry
+from launch.config import algorithm_file, limits, registry
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
 from launch.folder.record import Record
@@ -58,7 +59,7 @@ class Study:
         if not folder:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
-        self.folder, self.failed = pathlib.Path(folder), []
+        self.folder, self.failed = files.given(folder, "study: folder"), []
         self._body, prepared = self._prepared()
         self.schedule = schedule.Schedule(self.asked, prepared, self.folder)
         self._noted: list[str] = prepared.notes
@@ -143,14 +144,13 @@ class Study:
                 next `run()` continues it.
 
         Raises:
-            ValueError: the shard is none.
+            ValueError: the shard is none, or the minutes are none.
             KeyboardInterrupt: after Ctrl-C, once the call in progress is saved.
         """
-        index, count = shard
-        if not 1 <= index <= count:
-            raise ValueError(
-                f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
-            )
+        index, count = _shard(shard)
+        if not isinstance(cell_timeout, numbers.Real) or not cell_timeout >= 0:
+            came = limits.shown(cell_timeout)
+            raise ValueError(f"cell_timeout={came}: expected minutes, 0 = never")
         self._begin()
         self.failed, self._shows, self._told = [], progress, {}
         for note in self._noted:
@@ -465,6 +465,19 @@ class Study:
         )
 
 
+def _shard(given: Any) -> tuple[int, int]:
+    """The shard i of n; ValueError if it is none."""
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+    if not is_pair or not all(map(limits.is_whole, given)):
+        raise ValueError(f"shard={given!r}: expected (i, n), such as (1, 2)")
+    index, count = given
+    if not 1 <= index <= count:
+        raise ValueError(
+            f"shard={index}/{count}: expected 1/{count} to {count}/{count}"
+        )
+    return index, count
+
+
 def _held(path: pathlib.Path) -> dict[str, Any]:
     """What the folder of a study holds; ValueError if it is another kind or damaged."""
     kinds = {"study": str, "given": FILE, "prepared": list}
@@ -523,6 +536,10 @@ def study(
     for what, value in (("settings", settings), ("tune", tune)):
         if not isinstance(value or {}, Mapping):
             raise ValueError(f"study: {what}={value!r}: expected an object by names")
+    for what, names in (("methods", methods), ("settings", settings or {})):
+        odd = [name for name in names if not isinstance(name, str)]
+        if isinstance(names, Mapping) and odd:
+            raise ValueError(f"study: {what}: the name {odd[0]!r} is no text")
     if isinstance(methods, Mapping):
         rows = {name: {"options": own} for name, own in methods.items()}
     else:

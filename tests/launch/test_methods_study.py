@@ -299,6 +299,9 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"settings": {"%": {}}}, "% cannot be the name of a folder"),
         ({"settings": {"a/b": {}, "a-b": {}}}, "are one name of a folder"),
         ({"methods": ["local", "local"]}, "two methods have the name local"),
+        ({"methods": {1: {}}}, "study: methods: the name 1 is no text"),
+        ({"settings": {0.1: {}}}, "study: settings: the name 0.1 is no text"),
+        ({"folder": 5}, "study: folder: expected a path, got a int"),
     ],
 )
 def test_refused_in_a_line(more, line):
@@ -591,6 +594,29 @@ def test_clients_of_a_trial_are_known_by_their_rows(tmp_path):
     (tmp_path / "who.json").write_text("[1, 0.5]")
     assert of([3, 1, 2], availability="0.5") == wanted
     assert of([3, 1, 2], availability=f"file:{tmp_path}/who.json") != wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"shard": "1/2"}, "shard='1/2': expected (i, n), such as (1, 2)"),
+        ({"shard": (1.0, 2)}, "shard=(1.0, 2): expected (i, n), such as (1, 2)"),
+        ({"shard": (3, 2)}, "shard=3/2: expected 1/2 to 2/2"),
+        ({"cell_timeout": "5"}, "cell_timeout='5': expected minutes, 0 = never"),
+        ({"cell_timeout": -5}, "cell_timeout=-5: expected minutes, 0 = never"),
+    ],
+)
+def test_a_run_refuses_in_a_line(given, line, done):
+    """A shard or minutes that are none, before any trial."""
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        done.run(progress=False, **given)
+
+
+def test_a_share_is_a_number(done):
+    """And no text of one."""
+    line = "until='0.9': expected a share above 0, such as 0.95"
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        done.table(["until_rounds"], until="0.9")
 
 
 @pytest.mark.parametrize("minutes", [0, 2])
