@@ -168,7 +168,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         if hparams.sparsify:
             params = sparse_mean(models.params, known["changed"], cohort, weight, mean)
             params = stacked.where(is_sparse, params, mean.params)
-            mean = mean._replace(params=params)
+            # Who has not trained sends nothing, so that no statistics come either.
+            came = weight * has_trained.at[:, 0].set(True)
+            stats = aggregate.mix_peers(models.stats, cohort, came, known=mean)
+            stats = stacked.where(is_sparse, stats, mean.stats)
+            mean = mean._replace(params=params, stats=stats)
         alike = has_trained.astype(weight.dtype)
         norm = aggregate.mix_peers(known["norm"], cohort, alike, known=mean)
         number = cohort.peer_mask.sum(1)

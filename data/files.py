@@ -74,6 +74,12 @@ def here() -> pathlib.Path | None:
     return None
 
 
+def since(home: pathlib.Path | None, path: pathlib.Path) -> pathlib.Path:
+    """A path that was given in the folder `home`, if the process has moved since."""
+    has_moved = home and not path.is_absolute() and here() != home
+    return home / path if has_moved else path
+
+
 @contextlib.contextmanager
 def tar_stream(
     path: pathlib.Path, is_packed: bool, mode: str = "r|"

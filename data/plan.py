@@ -282,6 +282,23 @@ class Planner:
         return self._who.chance if self._who else np.ones((len(self._slot), 1))
 
     @property
+    def num_able(self) -> int:
+        """How many clients may be drawn, in each seed."""
+        return self._candidates.shape[1]
+
+    @property
+    def in_time(self) -> np.ndarray:
+        """bool[K], whether each does a step before the deadline in an early round.
+
+        It is that of the first seed.
+        """
+        out = np.ones(self.num_clients, bool)
+        if self._who is not None and self._who.round_seconds < np.inf:
+            early = [self._in_time(self._seeds[0], n) for n in range(SEEN_ROUNDS)]
+            out = np.isin(np.arange(self.num_clients), np.concatenate(early))
+        return out
+
+    @property
     def most_owned(self) -> int:
         """The most clients of one of the first rounds whose rows one device has.
 

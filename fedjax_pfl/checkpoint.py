@@ -177,8 +177,7 @@ def save(
     final = folder / f"round_{round:08d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("partial_*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        _remove_partial(folder)
         _write(partial, round, state, groups, host)
     except OSError:
         # A partial checkpoint would keep the disk full.
@@ -187,12 +186,27 @@ def save(
             collections.deque(groups, maxlen=0)  # the others send what is left
         raise
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     partial.rename(final)
     found = saved(folder)
     kept = [one for one in found if round_of(one) in keep] if keep else found[-KEEP:]
     for old in set(found).difference(kept):
-        shutil.rmtree(old)
+        _remove(old)
+    with contextlib.suppress(OSError):  # a late thread of orbax may have made it anew
+        _remove_partial(folder)
+
+
+def _remove_partial(folder: pathlib.Path) -> None:
+    for left in folder.glob("partial_*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Removes a checkpoint, of which a kill leaves all or one that is partial."""
+    partial = path.with_name(f"partial_{path.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    path.rename(partial)
+    shutil.rmtree(partial)
 
 
 def send(state: Any) -> None:
@@ -379,6 +393,8 @@ def restore(
     try:
         return _restore_one(found[-1], templates)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        if not found[-1].exists():  # its run goes on, and has a newer one by now
+            return restore(folder, *templates, round=round)
         older = "; there is no older checkpoint"
         if len(found) > 1:
             older = f"; to continue from {found[-2].name} remove {found[-1]}"

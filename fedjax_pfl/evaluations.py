@@ -97,6 +97,11 @@ class Evaluations:
                 one, own = self._measured(partition, place, *given)
                 values |= metric_kinds.prefixed(prefix, one) if prefix else one
                 accuracies.append(own)
+            if both := values.keys() & of_rounds[slot].keys():
+                raise ValueError(
+                    f"algo: its round returned the metric {min(both)}, which is what "
+                    "an evaluation gave; give it another name"
+                )
             out.append((values | of_rounds[slot], accuracies[0]))
         return out
 

@@ -34,6 +34,10 @@ _FRACTION = re.compile(
 _MEASURED = re.compile(
     r"(val_|clients_in_)*((unseen_)?(global|client|unseen|fine_tuned|worst_decile)_"
     r"(accuracy|loss|perplexity|masked_perplexity|macro_f1|auc|ece).*"
+    r"|client_(balanced|class\d+)_accuracy.*|fine_tuned_diverged"
+    r"|train_(accuracy|perplexity|masked_perplexity)|best_round"
+    r"|(\w+_)?((exit\d+|ensemble)_(accuracy|perplexity|masked_perplexity)"
+    r"|exits_disagree|masked_perplexity)"
     r"|(val_)?clients_evaluated|c_(spec|gen|per)|bytes_(up|down)"
     r"|round|seed|seconds|clock|diverged)"
 )

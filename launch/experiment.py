@@ -128,7 +128,7 @@ class Experiment(Run):
         progress.
         """
         until = self.config.rounds if until is None else until
-        shown = progress_lib.shown(words.headline if progress else None)
+        shown = progress_lib.shown(words.headline if progress else None, until)
         every = [*shown, *others, narrow.Narrow(until)]
         if folder is not None:
             if self.config.wandb:
@@ -364,8 +364,8 @@ def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
             what a folder does not hold: a custom `dataset`, `model` or `algo`.
 
     Raises:
-        ValueError: one line: there is no run, no state after `round`, or it has other
-            data or options.
+        ValueError: one line: there is no run, no state after `round`, a file cannot be
+            read, or it has other data or options.
     """
     given = {name: value for name, value in given.items() if value is not None}
     devices.begin(given.get("distributed", ""))
@@ -377,7 +377,8 @@ def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
             raise ValueError(
                 f"{path} holds no run: there is no {flags_path.name} in it"
             )
-        found = flagfile.RunFlags.read(flags_path)
+        with files.named("", OSError):
+            found = flagfile.RunFlags.read(flags_path)
         if note := found.note(flags_path):
             print(note, file=sys.stderr, flush=True)
         return found.options
@@ -407,5 +408,6 @@ def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
             )
     given = given | {"algo": algo} | own
     made = experiment(**options | given)
-    made.folder.reopen(round)
+    with files.named("", OSError):
+        made.folder.reopen(round)
     return made

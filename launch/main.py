@@ -44,6 +44,11 @@ def _execute(
             if getattr(experiment.config, name):
                 cure = f"build.load({str(folder.path)!r}, {name}=...).run() logs it"
                 say(f"note: --{name} has no effect on a finished run; {cure}")
+        if experiment.config.keep_best and not folder.best:
+            say(
+                "note: --keep_best has no effect on a finished run; choose another "
+                "--workdir"
+            )
         say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done
     config = experiment.config

@@ -48,14 +48,15 @@ def command(argv: list[str]) -> None:
         devices.begin(given.get("distributed") or "")
         table = here.Table(name, given, asked)
     try:
-        for _ in table.fill():
-            text = sheets.markdown(table.shown())
-            if asked.output and processes.is_first():
-                with ending.writing("output", asked.output):
-                    pathlib.Path(asked.output).write_text(text)
-            processes.say(text, flush=True)
-        if asked.report and processes.is_first():
-            table.write_page()
+        with ending.refused():
+            for _ in table.fill():
+                text = sheets.markdown(table.shown())
+                if asked.output and processes.is_first():
+                    with ending.writing("output", asked.output):
+                        pathlib.Path(asked.output).write_text(text)
+                processes.say(text, flush=True)
+            if asked.report and processes.is_first():
+                table.write_page()
     except KeyboardInterrupt:
         flags.fail("interrupted; the same command continues", 130)
 

@@ -111,8 +111,9 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
     placed = execution.place_tables(data.replace(partition=None), task.execution)
     lines = notes.of_constants(config, others, normal)
     algorithm = made.program.algorithm
-    there = made.planner.chance[~data.partition.is_unseen[0]]
-    lines += notes.of_absent(config, algorithm, there)
+    may_train = ~data.partition.is_unseen[0]
+    given = (one[may_train] for one in (made.planner.chance, made.planner.in_time))
+    lines += notes.of_absent(config, algorithm, *given)
     lines += notes.of_plans(config, algorithm.plans, planned.num_rows)
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
     lines += notes.of_unmeasured_clients(config, data.partition)

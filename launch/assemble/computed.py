@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -137,7 +137,7 @@ def of_algorithm(
 
     def method_of(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
         given = dataclasses.replace(structure, **values)
-        return given, _watched(program_lib.made(make, given, task))
+        return given, _watched(program_lib.made(make, given, task), floats)
 
     _, method = method_of(floats)
     planner = planner_of(method, how)
@@ -177,7 +177,7 @@ def of_algorithm(
     return _joined(parts)
 
 
-def _watched(method: types.Algorithm) -> types.Algorithm:
+def _watched(method: types.Algorithm, floats: Collection[str]) -> types.Algorithm:
     """The same algorithm, whose functions say what they return in place of theirs."""
 
     def init(*given: Any) -> Any:
@@ -191,7 +191,7 @@ def _watched(method: types.Algorithm) -> types.Algorithm:
         wanted = "(RoundState, {metric: (sum, count)}, {message: count})"
         _expect("round", out, is_right, wanted)
         for name, pair in out[1].items():
-            _expect_metric(name, pair)
+            _expect_metric(name, pair, floats)
         for name in ("server", "clients"):
             before, after = (getattr(one, name) for one in (state, out[0]))
             was, now = _form(before), _form(after)
@@ -245,8 +245,11 @@ def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
         )
 
 
-def _expect_metric(name: Any, value: Any) -> None:
-    """Refuses (ValueError) what is no metric of a round, or has another's name."""
+def _expect_metric(name: Any, value: Any, floats: Collection[str]) -> None:
+    """Refuses (ValueError) what is no metric of a round, or has another's name.
+
+    Records of a sweep have its points under the names of the algorithm's `floats`.
+    """
     shapes = [
         list(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: value))
     ]
@@ -260,6 +263,11 @@ def _expect_metric(name: Any, value: Any) -> None:
         raise ValueError(
             f"algo: its round returned the metric {name}, which is the name of what an "
             "evaluation or a record has; give it another"
+        )
+    if name in floats:
+        raise ValueError(
+            f"algo: its round returned the metric {name}, which is the name of its "
+            "option, by which records of a sweep are told apart; give it another"
         )
 
 

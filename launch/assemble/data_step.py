@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from data import partitions
@@ -48,7 +49,7 @@ def made(
         pairs = zip(splits, _unseen(settings, drawn_by), strict=True)
         pairs = [partitions.without_unseen(one, unseen) for one, unseen in pairs]
         splits, others = map(list, zip(*pairs, strict=True))
-    lines = notes.of_clients(config, source, splits[0], vals[0] if vals else None)
+    lines = notes.of_clients(config, source, splits, vals)
     stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():
         cause = "clients are too small; lower --num_clients or take pool"
@@ -162,11 +163,16 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
     return out
 
 
+def _bytes(split: partitions.Split) -> bytes:
+    """All rows of a split in their order."""
+    return b"".join(np.asarray(one).tobytes() for one in jax.tree.leaves(split))
+
+
 def _export(settings: Settings, splits: Sequence[partitions.Split]) -> None:
     """Writes the partition that all seeds share to the file of `--export_partition`."""
     config = settings.config
     flag = f"--export_partition={config.export_partition}"
-    if len({one.train.row.tobytes() for one in splits}) > 1:
+    if len({_bytes(one) for one in splits}) > 1:
         raise ValueError(
             f"{flag}: --num_seeds={config.num_seeds} has as many partitions, a "
             "file holds one; give --num_seeds=1 or a --partition_seed"

@@ -69,7 +69,7 @@ def settled(**given: Any) -> Settings:
     examples = sha256(source.image, source.label)
     label_hash = sha256(np.asarray(source.label, np.int32)).hexdigest()
     identity = file.Identity(len(source.label), examples.hexdigest(), label_hash)
-    config = resolve.resolve(config, source, given)
+    config = resolve.resolve(config, source, given, hparams)
     resolve.check(config, own_models, source.num_val)
     fitted, dropped_owners = _fitted(config, source)
     if fitted is not source:

@@ -56,12 +56,12 @@ def of_options(
                 f"--algo={config.algo} declares no messages (types.Algorithm), so that "
                 "its bytes are 0, also in tables, and a clock has none to wait for"
             )
-    other = registry.departure(config.algo, vars(hparams))
-    if other is not None:
-        out.append(
-            f"--algo={config.algo} with {other.flags} is the method {other.name}, and "
-            f"results are called {config.algo}"
-        )
+    found = [registry.departure(config.algo, vars(one)) for one in points]
+    out += dict.fromkeys(
+        f"--algo={config.algo} with {other.flags} is the method {other.name}, and "
+        f"results are called {config.algo}"
+        for other in filter(None, found)
+    )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizers(config, hparams, asked)
     if config.summary == "best":
@@ -90,8 +90,11 @@ def _without_effect(
         names = set(first.unused).intersection(*(one.unused for one in others))
         reasons = {name: why for name, why in first.unused.items() if name in names}
         if first.server is None:
-            why = "where no server has a whole model"
-            reasons["eval_train"] = f"with --algo={config.algo}, {why}"
+            why = f"with --algo={config.algo}, where no server has a whole model"
+            reasons["eval_train"] = why
+            if config.eval_moments == "after":
+                left = "--eval_moments=after leaves out what serves clients"
+                reasons["eval_metrics"] = f"{why} and {left}"
         if not isinstance(hparams, levels.Levels):
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
     if (config.eval_sample or 0) >= (config.num_clients or 0) > 0:
@@ -156,15 +159,20 @@ def of_gpus(config: schema.Config) -> list[str]:
 
 
 def of_absent(
-    config: schema.Config, algorithm: types.Algorithm, there: np.ndarray
+    config: schema.Config,
+    algorithm: types.Algorithm,
+    there: np.ndarray,
+    in_time: np.ndarray,
 ) -> list[str]:
     """A line if a third of the clients, by expectation, take part in no round.
 
-    `there` is the `plan.Planner.chance` of those that may train.
+    Of those that may train, `there` is the `plan.Planner.chance`, and `in_time` bool
+    whether they ever do a step before the deadline.
     """
     if algorithm.serving is None or not algorithm.plans or algorithm.serves_adapted:
         return []
     (count, period), size = there.shape, config.clients_per_round
+    there = there * in_time[:, None]
     taken = np.minimum(1, size / np.maximum(there.sum(0), 1e-9))
     # How often each round of the table comes
     often = np.bincount(np.arange(config.rounds) % period, minlength=period)
@@ -175,9 +183,12 @@ def of_absent(
     if (taken < 1).any():
         given.append(f"--clients_per_round={size}")
         cure = "; --clients_per_round=0 takes all"
-    if (there < 1).any():
+    if not in_time.all():
+        given.append(f"--round_seconds={config.round_seconds:g}")
+        cure += " that are in time" if cure else ""
+    if (there[in_time] < 1).any():
         given.append(f"--availability={config.availability}")
-        cure += " that are there" if cure else ""
+        cure += " that are there" if cure and in_time.all() else ""
     return [
         f"about {absent:.0f} of {count} clients are in none of --rounds="
         f"{config.rounds} with {' and '.join(given)}, and count in the clients' "
@@ -192,23 +203,28 @@ def _of_optimizers(
 ) -> list[str]:
     """Lines about the optimizers of the clients and of the server."""
     out, name = [], hparams.client_optimizer
-    if name in optimizer.DECOUPLED and not hparams.weight_decay:
+    points = sweep.points(config.sweep)
+
+    def every(option: str) -> list[float]:
+        """The values of an option at the points, each once."""
+        usual = getattr(hparams, option)
+        return [*dict.fromkeys(one.get(option, usual) for one in points)]
+
+    if name in optimizer.DECOUPLED and not any(every("weight_decay")):
         out.append(
             f"--client_optimizer={name} without --weight_decay is "
             f"{optimizer.DECOUPLED[name]}, as optax's default decay is not taken"
         )
-    usual, points = hparams.client_momentum, sweep.points(config.sweep)
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
-    if name == "rprop" and is_kept and hparams.client_lr_decay != 1:
+    if name == "rprop" and is_kept and every("client_lr_decay") != [1]:
         out.append(
-            f"--client_lr_decay={hparams.client_lr_decay:g} has no effect with "
-            "--client_optimizer=rprop and --optimizer_state=persist, since optax's "
-            "rprop takes the rate for its first state alone"
+            f"--client_lr_decay={_numbers(every('client_lr_decay'))} has no effect "
+            "with --client_optimizer=rprop and --optimizer_state=persist, since "
+            "optax's rprop takes the rate for its first state alone"
         )
-    values = dict.fromkeys(one.get("client_momentum", usual) for one in points)
-    if any(values) and not optimizer.takes_momentum(name):
+    if any(every("client_momentum")) and not optimizer.takes_momentum(name):
         out.append(
-            f"--client_momentum={','.join(f'{v:g}' for v in values)} has no effect "
+            f"--client_momentum={_numbers(every('client_momentum'))} has no effect "
             f"with --client_optimizer={name}"
         )
     is_chosen = "server_lr" in {*asked, *points[0]}
@@ -225,6 +241,10 @@ def _of_optimizers(
                 f"{name}, which keeps nothing as it is set; omit it"
             )
     return out
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
 
 
 def _scales(hparams: local_training.LocalTraining) -> bool:
@@ -326,28 +346,36 @@ def of_constants(
 def of_clients(
     config: schema.Config,
     source: dataset.Dataset,
-    split: partitions.Split,
-    val: parts.Given | None,
+    splits: Sequence[partitions.Split],
+    vals: Sequence[parts.Given],
 ) -> list[str]:
     """Lines about rows to measure on that also train, and classes that are missing.
 
-    `split` and the validation rows `val` are those of the first seed, once unseen
-    clients are taken out.
+    `splits` and the validation rows `vals`, () without, are those of each seed, once
+    unseen clients are taken out.
     """
-    out = _of_rows_that_train(config, split, val)
+    out = _of_rows_that_train(config, splits, vals)
     if source.is_text:
         return out
     label, num_classes = source.label, source.num_classes
-    whole = np.bincount(label[: source.num_dealt], minlength=num_classes)
-    trained = np.bincount(label[split.train.row], minlength=num_classes)
-    lost = np.flatnonzero((whole > 0) & (trained == 0))
-    if len(lost) and config.partition != "classes":  # which names all that are dealt
+    whole = np.bincount(label[: source.num_dealt], minlength=num_classes) > 0
+    if config.partition == "classes":  # others are not dealt
+        named = np.unique(np.concatenate(resolve.client_classes(config)))
+        whole &= np.isin(np.arange(num_classes), named)
+    rows = [label[one.train.row] for one in splits]
+    trained = np.stack([np.bincount(one, minlength=num_classes) for one in rows])
+    lacking = whole & (trained == 0)
+    each = lacking.sum(1)
+    if each.any():
+        lost = np.flatnonzero(lacking[each.argmax()])
         names = source.classes or [str(one) for one in range(num_classes)]
         shown = labels.listed([str(names[one]) for one in lost])
-        count = int(whole[lost].sum())
+        count = int(np.isin(label[: source.num_dealt], lost).sum())
+        is_same = (lacking == lacking[0]).all()
         out.append(
-            f"no client trains on {len(lost)} of {num_classes} classes "
-            f"({shown}), {count} row{'s' * (count > 1)} of the data"
+            f"no client trains on {'up to ' * (not is_same)}{len(lost)} of "
+            f"{num_classes} classes ({'such as ' * (not is_same)}{shown}), {count} "
+            f"row{'s' * (count > 1)} of the data"
         )
     if config.partition.endswith("pathological"):
         line = f"--classes_per_client={config.classes_per_client}"
@@ -357,40 +385,66 @@ def of_clients(
         wanted = np.array([len(own) for own in resolve.client_classes(config)])
     else:
         return out
-    classes = np.unique(split.train.owner * num_classes + label[split.train.row])
-    each = np.bincount(classes // num_classes, minlength=config.num_clients)
-    # Not those of clients that never train
-    if few := int(((each > 0) & (each < wanted)).sum()):
+    fewer = []
+    for train in (one.train for one in splits):
+        classes = np.unique(train.owner * num_classes + label[train.row])
+        each = np.bincount(classes // num_classes, minlength=config.num_clients)
+        # Not those of clients that never train
+        fewer.append(int(((each > 0) & (each < wanted)).sum()))
+    if any(fewer):
         is_pfllib = config.partition.startswith("pfllib")
         why = "as in PFLlib" if is_pfllib else "as some classes have few rows"
         out.append(
-            f"{line}: {few} of {config.num_clients} clients train on fewer classes, "
-            f"{why}"
+            f"{line}: {_most(fewer)} of {config.num_clients} clients train on fewer "
+            f"classes, {why}"
         )
     return out
+
+
+def _most(counts: Sequence[int]) -> str:
+    """The largest count of the seeds, with words if they differ."""
+    return "up to " * (len(set(counts)) > 1) + str(max(counts))
 
 
 def _of_rows_that_train(
-    config: schema.Config, split: partitions.Split, val: parts.Given | None
+    config: schema.Config,
+    splits: Sequence[partitions.Split],
+    vals: Sequence[parts.Given],
 ) -> list[str]:
     """Lines that count test and validation rows which clients train on."""
-    out, train, flag = [], split.train, f"--partition={config.partition}"
+    out, flag = [], f"--partition={config.partition}"
     if config.partition_draw == "overlap":
         flag = "--partition_draw=overlap"
-    given = {"test": parts.Given(split.test, split.official_test)}
-    given |= {"validation": val} if val else {}
-    for kind, (owned, others) in given.items():
-        every = np.append(owned.row, others)
-        if not (of_any := int(np.isin(every, train.row).sum())):
+    tests = [parts.Given(one.test, one.official_test) for one in splits]
+    for kind, seeds in {"test": tests, "validation": vals}.items():
+        found = [
+            _shared_rows(split.train, *given)
+            for split, given in zip(splits, seeds, strict=bool(seeds))
+        ]
+        if not any(of_any for _, of_any, _ in found):
             continue
-        size = 1 + max(train.row.max(), every.max())
-        pairs = [one.owner * size + one.row for one in (owned, train)]
-        own = int(np.isin(*pairs).sum())
+        totals, of_any, own = zip(*found, strict=True)
         out.append(
-            f"{flag}: {of_any} of {len(every)} {kind} rows are train rows of some "
-            f"client, {own} of them of the same one"
+            f"{flag}: {_most(of_any)} of {_most(totals)} {kind} rows are train rows of "
+            f"some client, {_most(own)} of them of the same one"
         )
     return out
+
+
+def _shared_rows(
+    train: parts.Parts, owned: parts.Parts, others: np.ndarray
+) -> tuple[int, int, int]:
+    """Numbers of rows to measure on: all, those that train, and for the same client.
+
+    They are `owned`, of clients, and `others`, of nobody.
+    """
+    every = np.append(owned.row, others)
+    of_any = int(np.isin(every, train.row).sum())
+    if not of_any:
+        return len(every), 0, 0
+    size = 1 + max(train.row.max(), every.max())
+    pairs = [one.owner * size + one.row for one in (owned, train)]
+    return len(every), of_any, int(np.isin(*pairs).sum())
 
 
 def of_owned_rows(config: schema.Config, source: dataset.Dataset) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import models
 from data import dataset, loaders, own_files, partitions, texts
 from data.partitions import classes, file, held_out, pathological
-from fedjax_pfl import options
+from fedjax_pfl import levels, options
 from launch.config import limits, presets, registry, schema, sweep
 
 
@@ -57,12 +57,15 @@ def configure(given: Mapping[str, Any]) -> tuple[schema.Config, Any]:
 
 
 def resolve(
-    config: schema.Config, source: dataset.Dataset, given: Mapping[str, Any]
+    config: schema.Config,
+    source: dataset.Dataset,
+    given: Mapping[str, Any],
+    hparams: Any = None,
 ) -> schema.Config:
     """Sets every common option that is not given, by the preset and the data.
 
-    `config` is from `configure`, and `given` has the `algo` if that is a custom one.
-    Raises ValueError if the data lack what an option needs.
+    `config` and `hparams` are from `configure`, and `given` has the `algo` if that is a
+    custom one. Raises ValueError if the data lack what an option needs.
     """
     name = config.dataset
     is_given = {option for option, value in given.items() if value is not None}
@@ -99,7 +102,7 @@ def resolve(
     if config.early_stop:
         rules["summary"] = "best_validation"
     unseen = num_unseen(dataclasses.replace(config, num_clients=num_clients))
-    trained = num_clients - unseen
+    trained = max(num_able(hparams, num_clients) - unseen, 1)  # fewer are refused
     rules["clients_per_round"] = min(rules["clients_per_round"], trained)
     if source.is_text:
         rules |= _of_text(source)
@@ -248,6 +251,14 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     if image.ndim < 4 or min(image.shape[1:3]) < 16:
         return "mlp"
     return wanted or "fedavg_cnn"
+
+
+def num_able(hparams: Any, num_clients: int) -> int:
+    """The number of clients that may be drawn, unseen ones included."""
+    if not isinstance(hparams, levels.Levels):
+        return num_clients
+    _, eligible = levels.assigned(hparams, num_clients)
+    return num_clients if eligible is None else int(eligible.sum())
 
 
 def num_unseen(config: schema.Config) -> int:

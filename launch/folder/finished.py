@@ -167,13 +167,15 @@ def count_classes(
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the records of a run, finished or not, in order of rounds.
 
+    A last line that a kill has cut is left out; `read` finds one of a finished run.
     Raises a one-line ValueError if a line is not a record or the path is not a file.
     """
     path = folder / METRICS
     with files.named(str(path), joint=" "):
         files.check(path, "a run's records")
     out = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    *whole, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, start=1):
         if not line:
             continue
         with files.named(f"{path} is damaged: line {number} is not a record"):
@@ -186,14 +188,27 @@ def lines(records: Sequence[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(finite(record)) + "\n" for record in records)
 
 
-def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces a file atomically, so that a kill leaves the old one or the new one."""
-    temporary = path.with_name(path.name + PARTIAL)
-    with files.created(temporary) as file:
-        file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def write_text(path: pathlib.Path, text: str, is_shared: bool = False) -> None:
+    """Replaces a file atomically, so that a kill leaves the old one or the new one.
+
+    Several processes may write one that `is_shared` at once.
+    """
+    own = f".{os.getpid()}" * is_shared
+    temporary = path.with_name(f"{path.name}{own}{PARTIAL}")
+    try:
+        with files.created(temporary) as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it would keep the disk full
+        raise
+
+
+def is_partial(path: pathlib.Path, name: str) -> bool:
+    """Whether a kill may have left a file of `write_text` for the file `name`."""
+    return path.name.startswith(f"{name}.") and path.name.endswith(PARTIAL)
 
 
 def seal(folder: pathlib.Path, summary: dict[str, Any]) -> dict[str, Any]:

@@ -59,9 +59,22 @@ class Lock:
         if self._file is not None:
             # It is removed first, so that a waiting process sees that it is gone.
             with contextlib.suppress(OSError):
-                self.path.unlink()
+                if self._is_there(self._file):
+                    self.path.unlink()
             os.close(self._file)
             self._file = None
+
+    def check(self) -> None:
+        """Raises an OSError if the file of a held lock is no longer in the folder."""
+        if self._file is not None and not self._is_there(self._file):
+            raise OSError(f"{self.path.parent} was moved or removed during the run")
+
+    def _is_there(self, file: int) -> bool:
+        """Whether an open file is the one at the path."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(file))
+        except FileNotFoundError:
+            return False
 
     def _lock(self, file: int) -> int | None:
         """Locks and returns `file`, or None if it is no longer the one at the path."""
@@ -69,11 +82,7 @@ class Lock:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Held(self._refusal(_owner(file))) from None
-        # Its owner may have removed it meanwhile.
-        try:
-            if not os.path.samestat(os.stat(self.path), os.fstat(file)):
-                return None
-        except FileNotFoundError:
+        if not self._is_there(file):  # its owner may have removed it meanwhile
             return None
         owner = _owner(file)
         if owner is not None and owner["host"] != socket.gethostname():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -47,7 +48,7 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
         if not given.get("resume") or given.get("rounds") is not None:
             return None
         config, _ = resolve.configure(given)
-        path = pathlib.Path(config.workdir or default_name(config)) / RUN_FLAGS
+        path = _path(config) / RUN_FLAGS
         if not path.is_file():
             return None
         rounds = flagfile.RunFlags.read(path).options.get("rounds", "")
@@ -61,12 +62,31 @@ def with_stored_rounds(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given) if is_given else {**given, "rounds": recorded}
 
 
+def _writes(act: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a folder whose OSErrors name it."""
+
+    @functools.wraps(act)
+    def named(folder: Workdir, *args: Any) -> Any:
+        try:
+            return act(folder, *args)
+        except OSError as error:
+            line = f"results cannot be written to {folder.path}: {error}"
+            raise OSError(line) from error
+
+    return named
+
+
+def _path(config: Any) -> pathlib.Path:
+    """The folder of a run, `~` in front of it being the user's."""
+    return files.given(config.workdir or default_name(config), "--workdir")
+
+
 class Workdir(loop.Listener):
     """The folder of one run: run.flags, metrics.jsonl, summary.json, clients.npz.
 
-    `with Workdir(run) as folder:` locks the folder from `open` to the end of the block,
-    and names it in errors of writing. As the first listener it writes records to disk
-    before any other listener gets them, and `Checkpoints` come last.
+    `with Workdir(run) as folder:` locks the folder from `open` to the end of the block.
+    As the first listener it writes records to disk before any other listener gets them,
+    and `Checkpoints` come last.
 
     Of several processes of one run only the first accesses the folder. The others get
     what it finds, and its refusals.
@@ -78,7 +98,7 @@ class Workdir(loop.Listener):
 
     def __init__(self, run: Run):
         self.run = run
-        self._set(pathlib.Path(run.config.workdir or default_name(run.config)))
+        self._set(_path(run.config))
         self.records: list[dict[str, Any]] = []
         self._has_begun = self._has_noted_text = False
         self.summary: dict[str, Any] | None = None
@@ -94,9 +114,9 @@ class Workdir(loop.Listener):
 
     def _settle(self) -> None:
         """Finds the folder where the run was built, if the process has moved since."""
-        home = self.run.home
-        if home and not self.path.is_absolute() and files.here() != home:
-            self._set(home / self.path)
+        path = files.since(self.run.home, self.path)
+        if path != self.path:
+            self._set(path)
 
     @property
     def _flags(self) -> flagfile.RunFlags:
@@ -107,12 +127,8 @@ class Workdir(loop.Listener):
     def __enter__(self) -> Workdir:
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._lock.release()
-        # A closed pipe (`... | head`) is not an error of the folder.
-        if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-            line = f"results cannot be written to {self.path}: {error}"
-            raise OSError(line) from error
 
     def open(self, restores: bool = False) -> dict[str, Any] | None:
         """Locks the folder and continues the run in it.
@@ -186,10 +202,15 @@ class Workdir(loop.Listener):
         done = self._finished()
         if done is not None:
             return done
-        self._lock.acquire()
+        self._acquire()
         # The previous owner may have finished the run meanwhile.
         return self._finished() or self._take()
 
+    @_writes
+    def _acquire(self) -> None:
+        self._lock.acquire()
+
+    @_writes
     def _take_again(self) -> None:
         """Locks the folder again if it is as this process left it."""
         self._lock.acquire()
@@ -224,6 +245,13 @@ class Workdir(loop.Listener):
         is_begun = done is not None or (self.path / METRICS).exists()
         if self._restored is None and is_begun:
             raise ValueError(f"{self.path} has no checkpoint, so there is no state")
+        if done is not None and round is None and self._restored[0] < done["rounds"]:
+            raise ValueError(
+                f"{self.path} is finished after {done['rounds']} rounds, and its last "
+                f"checkpoint is of round {self._restored[0]}; remove "
+                f"{self.path / finished.SUMMARY}, and --resume trains the rounds "
+                f"between again, or load that round"
+            )
 
     def _folder_of(self, round: int | None) -> pathlib.Path:
         """The folder with a round's checkpoint, None = the newest; or ValueError."""
@@ -314,6 +342,7 @@ class Workdir(loop.Listener):
         round, _, host = self._restored or (0, None, {"records": []})
         self.records, self._earlier = host["records"], (round, damage)
 
+    @_writes
     def _take_over(self) -> None:
         """Changes the folder, from which all has been read that is needed."""
         self._begin()
@@ -405,28 +434,46 @@ class Workdir(loop.Listener):
             )
         self._write(METRICS, expected.decode())
 
+    @_writes
     def on_call(self, run: Run, records: loop.Records) -> None:
         """Adds lines to metrics.jsonl, which are on disk when this returns."""
         # An error may have come between an earlier record and its line.
         records = run.metrics[len(self.records) :]
+        if processes.is_first():
+            self._lock.check()
+            self._append(finished.lines(records).encode())
         self.records += map(dict, records)
-        if not processes.is_first():
-            return
-        with files.appended(self.path / METRICS) as file:
-            file.write(finished.lines(records).encode())
-            file.flush()
-            os.fsync(file.fileno())
 
+    def _append(self, lines: bytes) -> None:
+        """Adds lines to metrics.jsonl, all or none of them."""
+        with files.appended(self.path / METRICS) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError:
+                os.ftruncate(file.fileno(), size)
+                raise
+
+    @_writes
     def save(self) -> None:
         """Writes a checkpoint."""
         self._save(self.checkpoints)
         self._write_csv()
 
     @property
+    def is_saved(self) -> bool:
+        """Whether the folder has a checkpoint of the run's round, or needs none."""
+        found = checkpoint.saved(self.checkpoints)
+        return self.run.round in (0, *map(checkpoint.round_of, found[-1:]))
+
+    @property
     def best(self) -> set[int]:
         """The rounds whose states the folder keeps as the best."""
         return set(map(checkpoint.round_of, checkpoint.saved(self._best)))
 
+    @_writes
     def save_best(self, rounds: Collection[int]) -> None:
         """Writes one of the best rounds' checkpoints; those of `rounds` stay."""
         self._save(self._best, rounds)
@@ -436,6 +483,7 @@ class Workdir(loop.Listener):
         if not processes.is_first():
             checkpoint.send(arrays)
             return
+        self._lock.check()
         # With the records, metrics.jsonl can be checked and written again.
         kept = {
             "experiment": host,
@@ -452,6 +500,7 @@ class Workdir(loop.Listener):
         if is_asked and processes.is_first():
             self._write(tracking.CSV, tracking.csv_text(self.records))
 
+    @_writes
     def finish(self) -> None:
         """Writes clients.npz and then summary.json, which marks the run as finished.
 
@@ -469,6 +518,7 @@ class Workdir(loop.Listener):
                 self._write(tracking.CSV, text)
 
     def _finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        self._lock.check()
         temporary = self.path / "clients.partial.npz"
         with files.created(temporary) as file:
             np.savez_compressed(file, **finished.clients(self.run))
@@ -534,7 +584,8 @@ class Checkpoints(loop.Listener):
     """Saves a folder's run at intervals and at the end, and writes its summary."""
 
     def __init__(self, folder: Workdir):
-        self._folder, self._time, self._is_saved = folder, time.monotonic(), True
+        self._folder, self._time = folder, time.monotonic()
+        self._is_saved = processes.on_first(lambda: folder.is_saved)
         self.every, self._is_due = folder.run.config.checkpoint_every, False
 
     def reads_state(self, run: Run) -> bool:

@@ -4,8 +4,9 @@
     kept, on_host      before the first round, from the shapes of the state
     planned            before a program runs, as its compiler plans it
 
-The first two are lower bounds. A run that is refused would not have worked. One that
-passes may still need too much, since only the compiler knows the activations.
+`needs` and `kept` are lower bounds, so that a run that they refuse would not have
+worked, and `on_host` is what draws of clients are expected to need. A run that passes
+may still need too much, since only the compiler knows the activations.
 """
 
 from collections.abc import Sequence
@@ -26,23 +27,25 @@ class Need(NamedTuple):
     Attributes:
         factors: Flag -> the factor by which it multiplies the bytes.
         on_device: Whether it is on the accelerator, if there is one.
+        is_expected: Whether it is the mean over random draws, and no bound.
     """
 
     what: str
     bytes: int
     factors: dict[str, float]
     on_device: bool = False
+    is_expected: bool = False
 
 
 def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[Need]:
     """Computes lower bounds for a run from its sizes and all its resolved options."""
     seeds, clients = options["num_seeds"], options["num_clients"]
-    cohort, batch = options["clients_per_round"], options.get("batch_size", 1)
+    cohort = options["clients_per_round"]
     if options["examples_per_client"]:
         num_rows = min(num_rows, options["examples_per_client"] * clients)
     # Some rows are test rows, and a cohort's largest client has at least half the mean.
     owned = int((1 - options["proxy_fraction"]) * num_rows / clients / 2) or 1
-    padded = -(-owned // batch) * batch
+    visited = min(owned, options.get("examples_per_round") or owned)
     # Most of a model's weights are between two hidden layers.
     size = {"model": 1, "model_width": options["model_width"] ** 2}
     chunk = min(options["client_chunk"] or 1, cohort)
@@ -56,12 +59,12 @@ def needs(options: dict[str, Any], *, num_rows: int, model_bytes: int) -> list[N
         Need(together, 3 * chunk * model_bytes, by_chunk, True),
         Need("the partitions of all seeds", rows, by_client),
     ]
-    for name in (name for name in options if name.endswith("_epochs")):
+    planned = [name for name in options if name.endswith("_epochs")]
+    for name in (name for name in planned if name != "fine_tune_epochs"):
         # All clients of the cohort train locally, and other plans have at least a row.
-        times = cohort if name == "local_epochs" else 1
-        factors = {name: options[name], "batch_size": padded / owned}
-        factors |= {"clients_per_round": times}
-        numbers = times * options[name] * padded
+        is_local = name == "local_epochs"
+        factors = {name: options[name], "clients_per_round": cohort if is_local else 1}
+        numbers = options[name] * (cohort * visited if is_local else 1)
         out.append(Need("the batches of a round", 4 * numbers, factors))
     return out
 
@@ -82,13 +85,20 @@ def state_bytes(state: types.RoundState, how: types.Execution) -> int:
     return of_clients + copies * shapes.tree_bytes(state.with_private(((), ())))
 
 
-def on_host(options: dict[str, Any], rows: hosted.Hosted, variants: int) -> Need:
-    """Computes the memory of clients' rows on this host once all rounds are done."""
-    trained = options["rounds"] * options["clients_per_round"]
-    trained = min(trained, options["num_clients"])
+def on_host(
+    options: dict[str, Any], rows: hosted.Hosted, variants: int, able: int
+) -> Need:
+    """Computes the memory of clients' rows on this host once all rounds are done.
+
+    They are those of the clients that are expected to have trained, of the `able` that
+    may be drawn.
+    """
+    chance = min(options["clients_per_round"] / able, 1)
+    trained = int(able * (1 - (1 - chance) ** options["rounds"]) + 1e-9)
     factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
     total = int(variants * trained * rows.row_bytes * rows.share)
-    return Need("the rows of clients on the host", total, factors)
+    what = "the rows of clients on the host"
+    return Need(what, total, factors, is_expected=True)
 
 
 def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") -> None:
@@ -103,10 +113,12 @@ def refuse(needed: Sequence[Need], options: dict[str, Any], target: str = "") ->
             continue
         worst = max(here, key=lambda one: one.bytes)
         flag = max(worst.factors, key=worst.factors.__getitem__)
+        size = f"{memory.in_words(total)} of memory at least"
+        if worst.is_expected:
+            size = f"about {memory.in_words(total)} of memory"
         raise ValueError(
-            f"--{flag}={options[flag]} needs {memory.in_words(total)} of memory at "
-            f"least, most of it for {worst.what}, and {memory.in_words(limit)} are "
-            "free; "
+            f"--{flag}={options[flag]} needs {size}, most of it for {worst.what}, and "
+            f"{memory.in_words(limit)} are free; "
             f"{'take a smaller one' if flag == 'model' else 'lower it'}"
         )
 

@@ -27,9 +27,14 @@ class Progress(Listener):
     as long as those of this process so far, without compilation.
     """
 
-    def __init__(self, headline: Callable[..., dict[str, str]]):
-        """Shows the metrics that `headline(records, points)` returns."""
-        self._headline = headline
+    def __init__(
+        self, headline: Callable[..., dict[str, str]], until: int | None = None
+    ):
+        """Shows the metrics that `headline(records, points)` returns.
+
+        `until` is the round to stop after, None = the last.
+        """
+        self._headline, self._until = headline, until
         self._has_shown = self._has_warned = self._has_foretold = False
         self._bar: Any = None
 
@@ -40,7 +45,10 @@ class Progress(Listener):
         self._evaluations = 0
         kind = _bar_kind()
         if kind is not None:
-            self._bar = kind(total=run.config.rounds, initial=run.round, unit="round")
+            self._bar = kind(total=self._end(run), initial=run.round, unit="round")
+
+    def _end(self, run: Run) -> int:
+        return run.config.rounds if self._until is None else self._until
 
     @contextlib.contextmanager
     def on_compile(self, run: Run) -> Iterator[None]:
@@ -127,15 +135,15 @@ class Progress(Listener):
 
     def _to_come(self, run: Run) -> tuple[int, int, float]:
         """How many rounds and evaluations are to come, and their seconds."""
-        rounds = run.config.rounds - run.round
-        evaluations = run.evaluations_after(run.round)
+        rounds = self._end(run) - run.round
+        evaluations = run.evaluations_after(run.round, self._until)
         of_round, of_evaluation = self._costs(run)
         seconds = rounds * of_round + evaluations * of_evaluation
         return rounds, evaluations, seconds
 
     def _left(self, run: Run) -> str:
         """The estimated time that is left."""
-        if not self._is_timed(run) or run.round >= run.config.rounds:
+        if not self._is_timed(run) or run.round >= self._end(run):
             return ""
         return f", {duration(self._to_come(run)[2])} left"
 
@@ -180,11 +188,14 @@ class Divergence(Listener):
         )
 
 
-def shown(headline: Callable[..., dict[str, str]] | None) -> list[Listener]:
+def shown(
+    headline: Callable[..., dict[str, str]] | None, until: int | None = None
+) -> list[Listener]:
     """The first process's listeners: warnings, and progress if there are headlines."""
     if not processes.is_first():
         return []
-    return [Divergence(), *([Progress(headline)] if headline is not None else [])]
+    shows = [] if headline is None else [Progress(headline, until)]
+    return [Divergence(), *shows]
 
 
 def _bar_kind() -> Callable[..., Any] | None:

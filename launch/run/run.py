@@ -126,7 +126,8 @@ class Run:
         options = vars(config) | vars(self.hparams)
         kept = [memory.kept(options, self.simulation.template(), how)]
         if made.rows_in == "":
-            kept.append(memory.on_host(options, self.simulation.rows, num_variants))
+            given = self.simulation.rows, num_variants, self.planner.num_able
+            kept.append(memory.on_host(options, *given))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
@@ -211,12 +212,16 @@ class Run:
         regular = round % self.config.eval_every == 0
         return regular or round in self.window or round == self.config.rounds
 
-    def evaluations_after(self, round: int) -> int:
+    def evaluations_after(self, round: int, until: int | None = None) -> int:
         """Counts the rounds behind `round`, -1 = the start's too, that are evaluated.
 
-        They are those of `is_due`, without a look at each.
+        They are those of `is_due`, without a look at each, up to `until`, None = the
+        last.
         """
-        return _evaluations(self.config, self.window, round)
+        found = _evaluations(self.config, self.window, round)
+        if until is None:
+            return found
+        return found - _evaluations(self.config, self.window, max(round, until))
 
     @property
     def is_over(self) -> bool:
@@ -297,7 +302,12 @@ class Run:
         for index, (values, accuracies) in enumerate(results):
             values = values | self._by_architecture(accuracies, variants.seed(index))
             if self.config.eval_moments == "after":
-                values = {n: x for n, x in values.items() if not _BEFORE.fullmatch(n)}
+                of_round = self.simulation.metrics.keys()
+                values = {
+                    name: value
+                    for name, value in values.items()
+                    if name in of_round or not _BEFORE.fullmatch(name)
+                }
             record = {"round": self.round, "seed": self.seeds[variants.seed(index)]}
             record |= {**self.points[variants.point(index)], **values}
             if self.totals.diverged[index]:
@@ -571,6 +581,9 @@ class Run:
         numbers = [n for n in shown if metric_kinds.of(n, kinds) is not Kind.FRACTION]
         own = [m.name for m in measures.of_user(self.program.scoring.score.measures)]
         names = {name: {f"global_{name}", f"client_{name}_pooled"} for name in own}
+        has_server = self.program.algorithm.server is not None
+        if self.config.eval_moments == "after" and not has_server:
+            own = []  # they are left out, as a note says
         undefined = [name for name in own if metrics and not names[name] & set(metrics)]
         out = {
             "metrics": metrics,

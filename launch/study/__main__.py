@@ -71,16 +71,17 @@ def _methods(asked: Options) -> None:
     index, slash, count = asked.shard.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--shard={asked.shard}: expected I/N, such as 1/2")
+    shard = int(index), int(count)
     path = pathlib.Path(asked.table)
     folder = asked.folder or pathlib.Path("runs/study") / path.stem
     found = protocol.read(path, folder, asked.data_dir)
     if asked.dry_run:
         for note in found.notes:
             print(f"note: {note}")
-        print("\n".join(found.lines()), f"\n{found.estimate()}", sep="")
+        print("\n".join(found.lines(shard)), f"\n{found.estimate(shard)}", sep="")
         return
     try:
-        found.run(shard=(int(index), int(count)), cell_timeout=asked.cell_timeout)
+        found.run(shard=shard, cell_timeout=asked.cell_timeout)
     except KeyboardInterrupt as error:
         flags.fail(f"{error}; the same command continues", 130)
     print(found.table(), flush=True)

@@ -49,6 +49,15 @@ class Prepared(NamedTuple):
     notes: list[str]
 
 
+# The form of one as a study's folder has it
+_PREPARED = {
+    "options": {str: {str: dict}},
+    "tuned": {str: {str: {"sweep": [str], "runs": [str]}}},
+    "hashes": {str: {str: {str: str}}},
+    "notes": [str],
+}
+
+
 class _Setting(NamedTuple):
     """A setting of a study as it is made ready, by method.
 
@@ -194,6 +203,16 @@ class Asked:
             for name in ("options", "tuned", "hashes")
         )
         return Prepared(options, tuned, hashes, list(dict.fromkeys(notes)))
+
+    def prepared_before(self, parts: Sequence[Any]) -> Prepared:
+        """What a study's folder has of it; ValueError, a phrase, if that is damaged."""
+        named = dict(zip(_PREPARED, parts, strict=False))
+        json_text.check(named, _PREPARED)
+        for setting, base in self.units:
+            for name in ("options", "tuned", "hashes"):
+                if base not in named[name].get(setting, {}):
+                    raise ValueError(f"its {name} are not those of {base}")
+        return Prepared(**named)
 
     def _of_setting(self, options: dict[str, Any]) -> _Setting:
         """Prepares the methods with the options of a setting; ValueError if odd."""

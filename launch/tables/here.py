@@ -47,7 +47,11 @@ def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] |
 
 
 def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Starts or resumes a run, and returns its summary and records."""
+    """Starts or resumes a run, and returns its summary and records.
+
+    Its `MODEL` of before, perhaps after fewer rounds, is removed.
+    """
+    processes.on_first(lambda: (folder / MODEL).unlink(missing_ok=True))
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     given = cells.known(options) | {"workdir": str(folder), "resume": resumes}
     done = main.execute(given)
@@ -107,7 +111,7 @@ class Options:
     drop_checkpoints: bool = option(
         False,
         "delete the checkpoints of each cell that this command finishes, which may be "
-        "gigabytes and which only more --rounds would need",
+        "gigabytes and which only more --rounds would need; a teacher's stay",
     )
     dry_run: bool = option(False, "print the finished cells, run nothing")
 
@@ -169,7 +173,8 @@ class Table:
         """Runs missing cells after their teachers; yields after each and at the end."""
         is_dry = self.asked.dry_run
         by_place = {cell.place: cell for cell in self.cells}
-        teachers = {cell.teacher for cell in self.cells}
+        every = [*self.sheet["rows"].values(), *self.sheet.get("cells", {}).values()]
+        teachers = {one.get("options", {}).get("teacher") for one in every}
         in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
         taken: list[float] = []
         for number, cell in enumerate(in_turn, start=1):
@@ -201,7 +206,7 @@ class Table:
                     with ending.writing("cells", self.asked.cells):
                         done = found | {"records": records}
                         self.kept.put(folder.name, whole, done)
-                    if self.asked.drop_checkpoints and cell.place not in teachers:
+                    if self.asked.drop_checkpoints and cell.row not in teachers:
                         _drop_last(folder / finished.CHECKPOINTS)
             self.results[cell.place] = found
             if is_new or cell is in_turn[-1]:

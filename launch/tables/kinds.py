@@ -29,7 +29,10 @@ from launch.tables import cells, child, examples, here, loops
 Settings = Mapping[str, Any]
 COLLECTIVES = {"all_gathers": "all-gather", "all_reduces": "all-reduce"}
 # A collective in an optimised program, with the shapes of its results
-_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce)(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|all-to-all|ragged-all-to-all|reduce-scatter"
+    r"|collective-permute)(?:-start)?\("
+)
 _SHAPE = re.compile(r"([a-z]+)(\d*)\[([\d,]*)\]")
 FAKE = "--xla_force_host_platform_device_count"
 FIRST = 1  # the round before it warms up
@@ -135,7 +138,7 @@ def estimate(settings: Settings) -> dict[str, Any]:
 def collectives(text: str) -> dict[str, int]:
     """Counts the collectives of an optimised program by kind, one in a loop only once.
 
-    `collective_bytes` are the bytes of all their results.
+    `collective_bytes` are the bytes of all their results, also of further kinds.
     """
     found = _COLLECTIVE.findall(text)
     kinds = [kind for _, kind in found]

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data import files
-from fedjax_pfl import json_text
+from fedjax_pfl import checkpoint, json_text
 from launch.config import algorithm_file, limits, registry
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
@@ -59,12 +59,18 @@ class Study:
         if not folder:
             self._temporary = tempfile.TemporaryDirectory()
             folder = self._temporary.name
-        self.folder, self.failed = files.given(folder, "study: folder"), []
+        self._folder, self._home = files.given(folder, "study: folder"), files.here()
+        self.failed: list[str] = []
         self._body, prepared = self._prepared()
-        self.schedule = schedule.Schedule(self.asked, prepared, self.folder)
+        self.schedule = schedule.Schedule(self.asked, prepared, lambda: self.folder)
         self._noted: list[str] = prepared.notes
         self._told: dict[str, None] = {}  # lines of the last run, in order
         self._records: dict[pathlib.Path, Record] = {}
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the study, as it was given unless the process has moved."""
+        return files.since(self._home, self._folder)
 
     def _prepared(self) -> tuple[dict[str, Any], asked.Prepared]:
         """What the folder's file says, or is to say, and the study made ready."""
@@ -74,7 +80,8 @@ class Study:
             may_differ = asks.has_code or trials.is_of_python(asks.given)
             is_same = held["given"] == asks.given and not may_differ
             if self._is_opened or is_same:
-                return held, asked.Prepared(*held["prepared"])
+                with files.named(f"{path} is of another study, or damaged"):
+                    return held, asks.prepared_before(held["prepared"])
         elif store.is_taken(self.folder):
             raise ValueError(
                 f"folder={self.folder} holds something else than a study; give another"
@@ -88,26 +95,33 @@ class Study:
         path = self.folder / STUDY
         if not path.is_file() or _held(path) != self._body:
             self.folder.mkdir(parents=True, exist_ok=True)
-            finished.write_text(path, json.dumps(self._body, indent=1) + "\n")
+            text = json.dumps(self._body, indent=1) + "\n"
+            finished.write_text(path, text, is_shared=True)
 
-    def lines(self) -> list[str]:
-        """A line for each known trial: finished or to run."""
+    def lines(self, shard: tuple[int, int] = (1, 1)) -> list[str]:
+        """A line for each known trial of a shard, see `run`: finished or to run."""
         out = []
-        for name, trial in self.schedule.every():
+        for name, trial in self.schedule.every(self._units(shard)):
             state = "after its tuning"
             if trial is not None:
                 state = "finished" if self.schedule.is_finished(trial) else "to run"
             out.append(f"{name:<60} {state}")
         return out
 
-    def estimate(self) -> estimates.Estimate:
+    def _units(self, shard: Any) -> list[tuple[str, str]]:
+        """(setting, method) pairs of a shard; ValueError if it is none."""
+        index, count = _shard(shard)
+        return self.asked.units[index - 1 :: count]
+
+    def estimate(self, shard: tuple[int, int] = (1, 1)) -> estimates.Estimate:
         """Minutes, memory and trials of each method, from some rounds that are timed.
 
         Runs nothing else and changes nothing. A sweep and several seeds count as that
-        many runs, as on a CPU, and `early_stop` is not foreseen.
+        many runs, as on a CPU, and `early_stop` is not foreseen. `shard` is as in
+        `run`.
         """
         found = []
-        for setting, base in self.asked.units:
+        for setting, base in self._units(shard):
             first = self.schedule.tuning(setting, base)
             swept = self.schedule.tuned(setting, base)["sweep"]
             points = math.prod(len(self.asked.tune[name]) for name in swept)
@@ -147,7 +161,7 @@ class Study:
             ValueError: the shard is none, or the minutes are none.
             KeyboardInterrupt: after Ctrl-C, once the call in progress is saved.
         """
-        index, count = _shard(shard)
+        units = self._units(shard)
         if not isinstance(cell_timeout, numbers.Real) or not cell_timeout >= 0:
             came = limits.shown(cell_timeout)
             raise ValueError(f"cell_timeout={came}: expected minutes, 0 = never")
@@ -155,7 +169,7 @@ class Study:
         self.failed, self._shows, self._told = [], progress, {}
         for note in self._noted:
             self._say(f"note: {note}", is_warning=True)
-        for setting, base in self.asked.units[index - 1 :: count]:
+        for setting, base in units:
             first = self.schedule.tuning(setting, base)
             if not all([self._run(one, progress, cell_timeout) for one in first]):
                 continue
@@ -195,8 +209,6 @@ class Study:
 
     def _run(self, trial: trials.Trial, progress: bool, cell_timeout: float) -> bool:
         """Runs a trial unless it is finished; returns whether it is finished now."""
-        if self.schedule.is_finished(trial):
-            return True
         equal = (
             one for _, one in self.schedule.every() if one and one.key == trial.key
         )
@@ -204,6 +216,8 @@ class Study:
         same = next(filter(self.schedule.is_finished, others), None)
         begin = time.perf_counter()
         try:
+            if self.schedule.is_finished(trial) and not self._must_mend(trial):
+                return True
             if same is not None:
                 self._copy(same, trial)
             else:
@@ -220,6 +234,20 @@ class Study:
         seconds = round(time.perf_counter() - begin, 1)
         self.schedule.write(trial, seconds=seconds)
         return True
+
+    def _must_mend(self, trial: trials.Trial) -> bool:
+        """Whether a finished run is damaged, and a checkpoint has what it lacks.
+
+        Raises a ValueError if there is none.
+        """
+        try:
+            self.schedule.summary(trial)
+        except ValueError:
+            folder = self.schedule.path(trial) / finished.CHECKPOINTS
+            if not checkpoint.saved(folder):
+                raise
+            return True
+        return False
 
     def _copy(self, done: trials.Trial, trial: trials.Trial) -> None:
         """Copies a finished run, unless another process computes it (`lock.Held`)."""
@@ -265,7 +293,11 @@ class Study:
                 continue
             path = self.schedule.path(final)
             if path not in self._records:
-                self._records[path] = record.read(path)
+                try:
+                    self._records[path] = record.read(path)
+                except ValueError as error:
+                    line = f"{error}; run() mends it, or says how"
+                    raise ValueError(line) from error
             found = self._records[path]
             is_fine_tuned = self.schedule.choice(setting, row).is_fine_tuned
             out[row] = derived.fine_tuned(found) if is_fine_tuned else found
@@ -421,7 +453,7 @@ class Study:
         out = []
         for name, text in self._tables().items():
             out.append(self.folder / name)
-            finished.write_text(out[-1], text)
+            finished.write_text(out[-1], text, is_shared=True)
         for setting in self.settings:
             if not any(self.runs(setting).values()):
                 continue
@@ -443,17 +475,24 @@ class Study:
         if target.suffix != ".zip":
             raise ValueError(f"pack({str(path)!r}): expected a name that ends in .zip")
         self._begin()
-        every = [one for one in sorted(self.folder.rglob("*")) if one != target]
+        partial = target.with_name(f"{target.name}{finished.PARTIAL}")
+        ours = {one.resolve() for one in (target, partial)}
+        files_there = sorted(self.folder.rglob("*"))
+        every = [one for one in files_there if one.resolve() not in ours]
         tables = self._tables()
         skipped = {finished.CHECKPOINTS, lock.NAME, tracking.FOLDER, *tables}
         target.parent.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as out:
-            for file in every:
-                name = file.relative_to(self.folder)
-                if file.is_file() and not skipped & set(name.parts):
-                    out.write(file, name)
-            for name, text in tables.items():
-                out.writestr(name, text)
+        try:
+            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as out:
+                for file in every:
+                    name = file.relative_to(self.folder)
+                    if file.is_file() and not skipped & set(name.parts):
+                        out.write(file, name)
+                for name, text in tables.items():
+                    out.writestr(name, text)
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
         return target
 
     def __repr__(self) -> str:
@@ -482,10 +521,8 @@ def _held(path: pathlib.Path) -> dict[str, Any]:
     """What the folder of a study holds; ValueError if it is another kind or damaged."""
     kinds = {"study": str, "given": FILE, "prepared": list}
     try:
-        held = json_text.read(path.read_bytes(), kinds)
-        asked.Prepared(*held["prepared"])
-        return held
-    except (ValueError, TypeError, OSError) as error:
+        return json_text.read(path.read_bytes(), kinds)
+    except (ValueError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
         line = f"{path} is of another study, or damaged: {reason}"
         raise ValueError(line) from error

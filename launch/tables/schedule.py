@@ -6,9 +6,10 @@ import hashlib
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from fedjax_pfl import json_text
 from launch.config import sweep
 from launch.folder import finished
 from launch.tables import store, trials, tuning
@@ -21,7 +22,10 @@ class Schedule:
     Those of a method are `tuning`, and once these are finished `finals`.
     """
 
-    def __init__(self, asked: Asked, prepared: Prepared, folder: pathlib.Path):
+    def __init__(
+        self, asked: Asked, prepared: Prepared, folder: Callable[[], pathlib.Path]
+    ):
+        """`folder` gives the folder of the study, which may be relative to another."""
         self._asked, self.prepared, self._folder = asked, prepared, folder
         self._choices: dict[tuple[str, str], tuning.Choice] = {}
 
@@ -78,7 +82,7 @@ class Schedule:
         for trial in every:
             if not self.is_finished(trial):
                 return None
-            done = finished.read(self.path(trial))
+            done = self.summary(trial)
             fixed = {name: trial.options[name] for name in single}
             for part in done.get("sweep", [done]):
                 points.append((fixed | part.get("point", {}), part))
@@ -106,7 +110,7 @@ class Schedule:
 
     def path(self, trial: trials.Trial) -> pathlib.Path:
         """The folder of a trial's run."""
-        return self._folder / "runs" / self._place(trial)
+        return self._folder() / "runs" / self._place(trial)
 
     def is_finished(self, trial: trials.Trial) -> bool:
         """Whether a trial is finished, with these options, and its run is there.
@@ -118,6 +122,15 @@ class Schedule:
             return False
         return all(held.get(name, value) == value for name, value in now.items())
 
+    def summary(self, trial: trials.Trial) -> dict[str, Any]:
+        """That of a finished trial; ValueError if a file of its run is damaged."""
+        path = self.path(trial)
+        try:
+            return finished.read(path)
+        except ValueError as error:
+            line = f"{error}; remove {path}, and run() computes it again"
+            raise ValueError(line) from error
+
     def _fingerprint(self, trial: trials.Trial) -> dict[str, Any] | None:
         """What tells a trial's finished run from others, None if there is none.
 
@@ -127,7 +140,7 @@ class Schedule:
         if not path.is_file():
             return None
         try:
-            done = json.loads(path.read_text())
+            done = json_text.read(path.read_bytes(), {})
         except ValueError:
             return {}
         return {n: done[n] for n in ("rounds", "parameters_sha256") if n in done}
@@ -143,7 +156,7 @@ class Schedule:
 
     def write(self, trial: trials.Trial, **more: float) -> None:
         """Writes that a trial has begun, or with `seconds` that it is finished."""
-        path = self._folder / "cells" / f"{self._place(trial)}.json"
+        path = self._folder() / "cells" / f"{self._place(trial)}.json"
         about = (more and self._fingerprint(trial)) or {}
         store.write(path, {"key": trial.key, **more, **about})
 
@@ -153,8 +166,9 @@ class Schedule:
         So a study may grow, for example by values to tune, and keeps what is done. A
         run that goes on to more rounds stays where it is.
         """
-        keys = [trial.key] + [trial.before] * (trial.before != trial.key)
-        others = []
+        keys, others = [trials.identity(trial.key)], []
+        # Earlier versions also hashed where data are, and how runs are computed.
+        keys += [one for one in (trial.key, trial.before) if one not in keys]
         for key in keys:
             text = json.dumps(key, sort_keys=True)
             other = f"{trial.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -167,13 +181,19 @@ class Schedule:
 
     def _held(self, place: str, trial: trials.Trial) -> dict[str, Any] | None:
         """What the folder has of a place's trial, in the form of this version."""
-        path, kind = self._folder / "cells" / f"{place}.json", {"key": dict}
+        path, kind = self._folder() / "cells" / f"{place}.json", {"key": dict}
         held = store.read(path, kind, "run is read again")
-        is_before = held is not None and held["key"] == trial.before
-        return {**held, "key": trial.key} if is_before else held
+        known = [trials.identity(one) for one in (trial.key, trial.before)]
+        is_own = held is not None and trials.identity(held["key"]) in known
+        return {**held, "key": trial.key} if is_own else held
 
-    def every(self) -> Iterator[tuple[str, trials.Trial | None]]:
-        """The name and trial of every run, None before its tuning is finished."""
-        for unit in self._asked.units:
+    def every(
+        self, units: Sequence[tuple[str, str]] | None = None
+    ) -> Iterator[tuple[str, trials.Trial | None]]:
+        """The name and trial of every run, None before its tuning is finished.
+
+        They are those of (setting, method) pairs, None = all.
+        """
+        for unit in self._asked.units if units is None else units:
             for one in [*self.tuning(*unit), *self.finals(*unit)]:
                 yield one.name if one else "/".join(filter(None, unit)), one

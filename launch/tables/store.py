@@ -1,5 +1,6 @@
 """Finished cells: a folder with a small JSON file for each, or one file with all."""
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
@@ -40,25 +41,43 @@ class File:
 
     def get(self, name: str, options: Object) -> dict[str, Any] | None:
         """The run of this name, if it has these options."""
-        found = self._done.get(name, {})
+        found = self._done.get(self._place(name, options), {})
         return found if found.get("options") == options else None
 
     def put(self, name: str, options: Object, done: Object) -> None:
-        """Stores a run atomically, or raises an OSError."""
+        """Stores a run atomically, or raises an OSError.
+
+        Runs of one name may be of several tables, data sets or options, and all stay.
+        """
         if self._path is None:
             return
         # Another command may have written to the file meanwhile.
-        self._done = self._read() | {name: {**done, "options": dict(options)}}
+        self._done = self._read()
+        place = self._place(name, options)
+        self._done[place] = {**done, "options": dict(options)}
         lines = [
             f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
             for key, one in sorted(self._done.items())
         ]
-        finished.write_text(self._path, "{\n" + ",\n".join(lines) + "\n}\n")
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+        finished.write_text(self._path, text, is_shared=True)
+
+    def _place(self, name: str, options: Object) -> str:
+        """The name, with a hash if the file has it for a run of other options."""
+        if self._done.get(name, {}).get("options", options) == options:
+            return name
+        text = json.dumps(options, sort_keys=True)
+        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def is_taken(path: pathlib.Path) -> bool:
-    """Whether a path is anything but a new or empty folder."""
-    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    """Whether a path is anything but a new or empty folder.
+
+    Another process may write the study's file there.
+    """
+    if not path.is_dir():
+        return path.exists()
+    return not all(finished.is_partial(one, STUDY) for one in path.iterdir())
 
 
 def is_study(folder: pathlib.Path) -> bool:
@@ -83,7 +102,8 @@ def read(path: pathlib.Path, kind: Any, cure: str) -> dict[str, Any] | None:
 def write(path: pathlib.Path, cell: Object) -> None:
     """Stores a finished cell atomically, or raises an OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    finished.write_text(path, json.dumps(cell, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(cell, indent=1, sort_keys=True) + "\n"
+    finished.write_text(path, text, is_shared=True)
 
 
 class Folder:
@@ -118,7 +138,7 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         if not is_study(self.path):
             text = json.dumps({"study": self.name})
-            finished.write_text(self.path / STUDY, f"{text}\n")
+            finished.write_text(self.path / STUDY, f"{text}\n", is_shared=True)
 
     def get(self, cell: Cell) -> dict[str, Any] | None:
         """The result of a cell, None if it is not finished with its settings."""

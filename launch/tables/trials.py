@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from data import participation
+from launch.config import schema
 from launch.experiment import Experiment
 from launch.run import loop, stop
 
@@ -62,11 +63,18 @@ def files_sha256(run: Experiment) -> str:
     return hashlib.sha256(both.encode()).hexdigest()
 
 
+def identity(key: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial's key without where its data are and how it is computed."""
+    how = schema.names(schema.EXECUTION) - {"rounds"}
+    return {name: value for name, value in key.items() if name not in how}
+
+
 def goes_on(held: Mapping[str, Any], key: Mapping[str, Any]) -> bool:
     """Whether the run of a trial's key is that of `held`, or it with more rounds.
 
     Of a finished sweep no checkpoint is kept, so that it cannot go on.
     """
+    held, key = identity(held), identity(key)
     rounds = [one.get("rounds") for one in (held, key)]
     is_longer = None not in rounds and rounds[0] <= rounds[1] and not key.get("sweep")
     return held == key or (is_longer and {**held, "rounds": rounds[1]} == key)

@@ -1,5 +1,6 @@
 """CriticalFL against numpy: from how many peers a client pulls, what, and its bytes."""
 
+import itertools
 import math
 
 import chex
@@ -8,9 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from algorithms import criticalfl
+from fedjax_pfl import rng
+from launch import build
 from launch.config import resolve
 from tests.algorithms import plain
+from tests.toys import model as toy
 
 STRUCTURE = {"num_peers": 1, "client_momentum": 0.5}
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.9}
@@ -254,6 +259,41 @@ def test_the_plan_draws_three_quarters_of_the_others(problem):
     task = problem.task_of()._replace(num_clients=30)
     peers = make(task, fixed_graph=True).peers
     assert (peers.num_peers, peers.topology, peers.is_fixed) == (21, "random", True)
+
+
+def test_statistics_come_from_who_has_trained(monkeypatch):
+    """In a critical period the peer that has nothing to send changes none either.
+
+    On equal rows the running mean nears theirs by one factor in each round. It would be
+    half of it if the peer's first statistics, which are 0, were half of the mean.
+    """
+    monkeypatch.setitem(models.MODELS, "normed", toy.normed)
+
+    def is_alone(seed):
+        gens = (rng.generator(seed, "engine.cohort", round) for round in range(6))
+        return len({int(gen.choice(3, 1, replace=False)[0]) for gen in gens}) == 1
+
+    seed = next(filter(is_alone, itertools.count()))
+    rows = np.array([[1.0, -2, 3], [3, 1, 2], [-1, -1, 2]], np.float32)
+    owner = np.repeat([0, 1, 2], 24)
+    given = {"dataset": (rows[owner], np.arange(72) % 2, owner), "rounds": 6}
+    given |= {"model": "normed", "preset": "none", "devices": 1, "seed": seed}
+    given |= {"num_peers": 1, "clients_per_round": 1, "sparsify": True}
+    given |= {"client_lr": 1e-7, "batch_size": 5, "local_epochs": 1}
+    given |= {"normalization": "none", "critical_threshold": ALWAYS}
+    made = build.experiment(algo="criticalfl", **given)
+    ((client,),) = {tuple(made.planner.drawn(0, n).client_id) for n in range(6)}
+    means = []
+    for round in range(1, 7):
+        made.run(until=round, progress=False)
+        stats = made.client_model(int(client)).variables.stats
+        means.append(np.concatenate([one.ravel() for one in jax.tree.leaves(stats)]))
+    steps = int(made.planner.cohort(0, 0).plans["local"].num_steps[0])
+    fourth, fifth, last = means[3:]
+    moves = np.abs(fifth - fourth) > 1e-3
+    found = (last - fifth)[moves] / (fifth - fourth)[moves]
+    np.testing.assert_allclose(found, 0.9**steps, rtol=1e-2)
+    assert moves.any()
 
 
 def test_critical_counts_the_clients_in_a_critical_period(compiled, problem, start):

@@ -141,6 +141,20 @@ def test_a_full_disk_is_one_error(folder, monkeypatch, capfd):
     assert names == ["round_00000002", "round_00000004"]
 
 
+def test_a_checkpoint_that_its_run_removes_meanwhile(folder, monkeypatch):
+    """Who reads beside a run gets the newest that is there now."""
+    read = checkpoint._restore_one
+
+    def late(path, templates):
+        if path.name == "round_00000002":
+            checkpoint.save(folder, 3, state(3), {})
+            checkpoint.save(folder, 4, state(4), {})
+        return read(path, templates)
+
+    monkeypatch.setattr(checkpoint, "_restore_one", late)
+    assert checkpoint.restore(folder, template())[0] == 4
+
+
 def test_digest():
     """Of names, shapes, dtypes and bits, as it has been since the first runs."""
     tree = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros((), "f4")}

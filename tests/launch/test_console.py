@@ -80,8 +80,8 @@ class Run:
         self.totals.seconds += seconds
         self.simulation.metrics = {"train_loss": ([2 * loss], [2.0])}
 
-    def evaluations_after(self, round):
-        return self.config.rounds // 5 - round // 5
+    def evaluations_after(self, round, until=None):
+        return (until or self.config.rounds) // 5 - round // 5
 
 
 def test_lines_of_progress(capsys):
@@ -148,6 +148,19 @@ def test_what_a_long_run_will_take(capsys):
     assert lines[2:] == [
         "about 2 minutes left: 96 rounds of 0.6 s and 19 evaluations of 3 s"
     ]
+
+
+def test_what_is_left_until_a_round(capsys):
+    """Of a run that stops before its last round."""
+    run, shown = Run(101), progress.Progress(words.headline, until=11)
+    shown.on_start(run)
+    run.advance(1, 60.0, 1.0)
+    shown.on_call(run, [])
+    run.advance(10, 600.0, 1.0)
+    shown.on_call(run, [])
+    told, first, *_ = capsys.readouterr().out.splitlines()
+    assert told.startswith("about 10 minutes left: 10 rounds of 60 s")
+    assert first.endswith("10 minutes left)") and first.startswith("round 1/101")
 
 
 @pytest.mark.parametrize("seconds, is_told", [(0.0, True), (60.0, False)])

@@ -146,6 +146,20 @@ def _listed(state):
             lambda out: (out[0], {"global_loss": (1.0, 1.0)}, {}),
             "round returned the metric global_loss, which is the name of what an eval",
         ),
+        *(
+            (
+                "round",
+                lambda out, name=name: (out[0], {name: (1.0, 1.0)}, {}),
+                f"round returned the metric {name}, which is the name of {of}",
+            )
+            for name, of in (
+                ("train_accuracy", "what"),
+                ("exit2_accuracy", "what"),
+                ("client_class3_accuracy", "what"),
+                ("best_round", "what"),
+                ("client_lr", "its option"),
+            )
+        ),
         (
             "round",
             lambda out: (_listed(out[0]), *out[1:]),
@@ -165,6 +179,44 @@ def test_own_algorithms_that_return_something_else(blobs, narrow, name, change, 
     given = {"dataset": blobs, "model": "narrow", "num_clients": 4, "devices": 1}
     with pytest.raises(ValueError, match=f"^algo: its {reason}"):
         build.experiment(algo=mine, **given)
+
+
+def _with_metric(name):
+    """FedAvg whose rounds have a metric more, 3."""
+
+    def make(hparams, task):
+        made = fedavg.make(hparams, task)
+
+        def round(*given):
+            state, metrics, sent = made.round(*given)
+            return state, metrics | {name: (np.float32(6), np.float32(2))}, sent
+
+        return made._replace(round=round)
+
+    return SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="mine")
+
+
+def test_a_round_s_metric_of_clients_is_not_hidden(blobs, narrow):
+    """`after` leaves out what was measured before, as the round's own was not."""
+    given = {"dataset": blobs, "num_clients": 4, "rounds": 1, "eval_moments": "after"}
+    given |= {"model": "narrow", "devices": 1, "preset": "none"}
+    made = build.experiment(algo=_with_metric("client_drift"), **given)
+    made.run(progress=False)
+    names = made.metrics[-1].keys()
+    assert made.metrics[-1]["client_drift"] == 3 and "client_accuracy" not in names
+
+
+def test_a_metric_of_the_user_s_name_twice(blobs, narrow):
+    """That of a round would replace the evaluation's."""
+
+    def margin(logits, labels, mask):
+        return (logits[:, 0] * mask).sum(), mask.sum()
+
+    given = {"dataset": blobs, "num_clients": 4, "rounds": 1, "preset": "none"}
+    given |= {"model": "narrow", "devices": 1, "eval_metrics": {"margin": margin}}
+    made = build.experiment(algo=_with_metric("global_margin"), **given)
+    with pytest.raises(ValueError, match="the metric global_margin, which is what an"):
+        made.run(progress=False)
 
 
 def test_an_own_metric_is_a_sum_by_its_count(blobs, narrow):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import checkpoint
-from launch import build, export
+from launch import build, export, main
 from launch.config import schema
 from launch.run import summaries
 from tests import conftest
@@ -112,6 +112,17 @@ def test_an_odd_end_is_no_best_round_of_a_longer_run(
     run.run(progress=False)
     assert run.best_rounds() == {0: (2,)}
     assert build.load(folder, round=2).round == 2
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_finished_run_is_told(keeps, curves, blobs, tmp_path, capsys):
+    """Its best rounds are gone, unless it has kept them."""
+    given = {"dataset": blobs, "workdir": str(tmp_path / "run"), "rounds": 2}
+    given = conftest.SIX | GIVEN | given
+    main.execute(given | {"keep_best": keeps})
+    main.execute(given | {"keep_best": True})
+    line = "note: --keep_best has no effect on a finished run; choose another --workdir"
+    assert (line in capsys.readouterr().out) == (not keeps)
 
 
 def test_rules_that_choose(curves, blobs):

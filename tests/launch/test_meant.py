@@ -326,6 +326,11 @@ def test_partition_files_of_other_data(tmp_path):
             notes("", **asked | more)
     with pytest.raises(ValueError, match="has as many partitions"):
         notes("", num_seeds=2, export_partition=str(path))
+    shared = {"partition": "contiguous", "proxy_fraction": 0.3}
+    given = {"dataset": ((X, NAMES[Y]), (X[:30], NAMES[Y[:30]]))}
+    given |= {"partition_seed": None, "export_partition": str(path)}
+    with pytest.raises(ValueError, match="has as many partitions"):  # of proxy rows
+        notes("", num_seeds=2, **given, **shared)
     # A file has what a share kept, of which a run on it could take a share again.
     assert notes(
         " has the train rows that", export_partition=str(path), train_share=0.5

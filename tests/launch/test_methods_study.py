@@ -612,6 +612,16 @@ def test_a_run_refuses_in_a_line(given, line, done):
         done.run(progress=False, **given)
 
 
+def test_what_a_shard_would_run(alone):
+    """Its own trials and minutes; a shard that is none is refused as by a run."""
+    study = alone()
+    lines = study.lines()
+    assert [study.lines((n, 2)) for n in (1, 2)] == [[lines[0]], [lines[1]]]
+    for asked in (study.lines, study.estimate):
+        with pytest.raises(ValueError, match="shard=5/2: expected 1/2 to 2/2"):
+            asked((5, 2))
+
+
 def test_a_share_is_a_number(done):
     """And no text of one."""
     line = "until='0.9': expected a share above 0, such as 0.95"
@@ -686,6 +696,99 @@ def test_changed_clients_are_refused(tmp_path, tune):
     rows = rows[::-1]
     with pytest.warns(UserWarning, match="the rows of the clients have changed since"):
         assert study().run(progress=False).failed
+
+
+def test_shards_with_data_in_different_folders(alone, tmp_path):
+    """Where data are is no part of what a trial is: a copy of shards is whole."""
+    given = {"methods": ["local", "fedavg"], "seeds": 1, "tune": {}, "control": ""}
+    given |= {"fine_tune_epochs": 0}
+
+    def shard(index):
+        folder, where = tmp_path / f"m{index}", tmp_path / f"data{index}"
+        study = made(folder, **given, data_dir=str(where))
+        return study.run(progress=False, shard=(index, 2)).folder
+
+    shutil.copytree(shard(2), shard(1), dirs_exist_ok=True)
+    for more in ({}, {"data_dir": str(tmp_path / "data3")}):
+        merged = made(tmp_path / "m1", **given, **more)
+        assert all(one.endswith("finished") for one in merged.lines())
+    assert len(list((merged.folder / "runs").iterdir())) == 2
+
+
+def test_a_relative_folder_stays_where_it_is(alone, tmp_path, monkeypatch):
+    """Also for a pack with its absolute path, and if the process moves."""
+    monkeypatch.chdir(tmp_path)
+    given = {"methods": ["local"], "seeds": 1, "tune": {}, "control": ""}
+    study = made("here", **given, fine_tune_epochs=0, rounds=1).run(progress=False)
+    assert str(study.folder) == "here"
+    for _ in range(2):
+        packed = study.pack(tmp_path / "here" / "mine.zip")
+        with zipfile.ZipFile(packed) as file:
+            assert not [one for one in file.namelist() if "zip" in one]
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    assert study.lines()[0].endswith("finished")
+    assert study.run(progress=False).table(["client_accuracy"]).rows == ["local"]
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_pack_that_finds_no_room_leaves_the_old_one(alone, tmp_path, monkeypatch):
+    """And nothing of its own."""
+    study = alone().run(progress=False)
+    study.pack(tmp_path / "mine.zip")
+    before = (tmp_path / "mine.zip").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", full)
+    with pytest.raises(OSError, match="No space"):
+        study.pack(tmp_path / "mine.zip")
+    assert (tmp_path / "mine.zip").read_bytes() == before
+    assert [one.name for one in tmp_path.glob("*.zip*")] == ["mine.zip"]
+
+
+def test_a_file_that_another_process_writes(alone, tmp_path):
+    """A shard that begins at once, or a kill, leaves no folder to refuse."""
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.json.77.partial").write_text("{")
+    assert not alone().run(progress=False, shard=(1, 2)).failed
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_damaged_trial_is_mended_or_named(is_kept, alone):
+    """From its checkpoint, or with the folder to remove."""
+    study = alone().run(progress=False)
+    run, expected = study.folder / "runs" / "fedavg", study.table().to_markdown()
+    (run / "clients.npz").unlink()
+    if not is_kept:
+        shutil.rmtree(run / "checkpoints")
+    again = alone()
+    with pytest.raises(ValueError, match=r"clients.npz is missing; run\(\) mends it"):
+        again.table()
+    if is_kept:
+        again.run(progress=False)
+    else:
+        cure = f"clients.npz is missing; remove {run}, and run"
+        with pytest.warns(UserWarning, match=cure):
+            assert again.run(progress=False).failed == ["fedavg"]
+        shutil.rmtree(run)
+        again = alone().run(progress=False)
+    assert not again.failed and again.table().to_markdown() == expected
+
+
+def test_damaged_files_of_a_study_are_named(alone):
+    """A summary or a study that is JSON of another form."""
+    study = alone().run(progress=False)
+    (study.folder / "runs" / "local" / "summary.json").write_text("5")
+    with pytest.raises(ValueError, match="summary.json is damaged: it is an integer"):
+        alone().table()
+    path = study.folder / "study.json"
+    held = json.loads(path.read_text())
+    for parts in ([{}, {}, {}, []], [1, 2, 3, 4], held["prepared"][:3]):
+        path.write_text(json.dumps(held | {"prepared": parts}))
+        with pytest.raises(ValueError, match="is of another study, or damaged: it"):
+            build.load(study.folder)
 
 
 def test_a_metric_of_one_setting_is_there():

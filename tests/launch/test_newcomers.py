@@ -579,6 +579,17 @@ def test_one_moment_alone():
     assert after.summary()["metrics"]["trained_accuracy"]["clients"] == 4
 
 
+def test_a_metric_that_a_moment_leaves_out():
+    """A line says so at once, and not that it is undefined at the end."""
+    given = {"eval_metrics": "macro_f1", "eval_moments": "after"}
+    made = ran(algo="fedper", personal_from="last", **given)
+    assert any("eval_metrics=macro_f1 has no effect" in one for one in made.notes)
+    assert "undefined" not in made.summary()
+    made = ran(algo="fedavg", **given)
+    assert not [one for one in made.notes if "eval_metrics" in one]
+    assert "global_macro_f1" in made.summary()["metrics"]
+
+
 def test_rounds_without_test_rows():
     """No client of the round has any: the record has no accuracy, and not 0."""
     gen = np.random.default_rng(0)

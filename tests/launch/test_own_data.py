@@ -196,6 +196,42 @@ def test_what_a_partition_leaves_out(given, words):
     assert bool(found) == bool(words) and (not words or re.search(words, found[0]))
 
 
+def test_seeds_that_leave_out_others():
+    """Lines about rows are of the seed with the most, and say so."""
+
+    def lines(**more):
+        own = {"dataset": (GRID[:120], np.arange(120) % 4), "num_clients": 4}
+        own |= {"partition": "pathological", "partition_draw": "overlap"}
+        return build.experiment(**SMALL | own | more).notes
+
+    def counts(part, found):
+        (line,) = [one for one in found if part in one] or ["0"]
+        return int(re.search(r"(\d+) of", line)[1]) if part in line else 0
+
+    for part in ("some client", "no client trains"):
+        alone = [counts(part, lines(seed=seed)) for seed in range(3)]
+        found = [one for one in lines(num_seeds=3) if part in one]
+        assert len(set(alone)) > 1
+        assert f"up to {max(alone)} of" in found[0]
+
+
+def test_a_class_that_nobody_is_left_to_train_on():
+    """Also where the clients' classes are given, and the one that has it is unseen."""
+    own = {"dataset": (GRID, np.arange(200) % 4), "num_clients": 4}
+    own |= {"partition": "classes", "client_classes": "0,1/0,1/2/0,1"}
+
+    def found(**more):
+        notes = build.experiment(**SMALL | own | more).notes
+        return [one for one in notes if "no client trains" in one]
+
+    assert not found()  # class 3 is of nobody
+    lines = [found(unseen_clients=1, partition_seed=seed) for seed in range(9)]
+    assert {str(one) for one in lines if one} == {
+        "['no client trains on 1 of 4 classes (2), 50 rows of the data']"
+    }
+    assert not all(lines)
+
+
 def test_rows_that_also_train_are_counted(tmp_path):
     """Those to validate on too, and those of a file."""
     given = SMALL | {"dataset": (GRID, np.arange(200) % 10), "num_clients": 20}

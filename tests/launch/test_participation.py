@@ -470,6 +470,12 @@ def test_clients_that_are_absent_are_noted(tmp_path):
     unseen = run.data.partition.is_unseen[0]
     never = file(tmp_path, np.where(unseen, 0.0, 1.0).tolist())
     assert not absent(clients_per_round=0, unseen_clients=4, availability=never)
+    late = {"client_speed": file(tmp_path, [1e-9] * 4 + [1] * 4)}
+    line = absent(**late, round_seconds=1.0, clients_per_round=0)
+    assert "about 4 of 8" in line and "with --round_seconds=1, and" in line
+    assert "takes all" not in line
+    line = absent(**late, round_seconds=1.0, clients_per_round=1)
+    assert line.endswith("--clients_per_round=0 takes all that are in time")
     line = absent(clients_per_round=4, availability="0.05")
     assert "with --availability=0.05, and" in line and "takes all" not in line
 

@@ -1,9 +1,11 @@
 """Papers' tables: missing cells run, finished ones stay, Markdown has the gaps."""
 
 import json
+import os
 import pathlib
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -233,6 +235,29 @@ def test_a_teacher_s_row_runs_first(taught, tmp_path, capsys):
     assert file.stat().st_mtime_ns == written
 
 
+def test_a_teacher_for_a_later_table(taught, tmp_path, capsys):
+    """Its checkpoints stay, and its model is that of its run, whatever clocks say."""
+    reproduce.command([*taught, "--row=Large", "--drop_checkpoints"])
+    half, whole = (
+        [*taught, "--row=Taught", f"--scenario={s}"] for s in ("half", "all")
+    )
+    assert "missing" not in run(half, capsys).rpartition("###")[2]
+    (file,) = tmp_path.glob("out/**/model.msgpack")
+    before = file.read_bytes()
+    late = time.time() + 600
+    os.utime(file, (late, late))
+    run([*whole, "--rounds=3"], capsys)
+    assert file.read_bytes() != before
+    (student,) = file.parent.parent.glob("half-taught*")
+    shutil.rmtree(student)
+    shutil.rmtree(file.parent / "checkpoints")
+    file.unlink()
+    with pytest.raises(SystemExit) as stop:
+        reproduce.command([*half, "--rounds=3"])
+    assert stop.value.code == 2
+    assert "has no checkpoint, so there is no state" in capsys.readouterr().err
+
+
 def test_a_teacher_is_made_again(taught, tmp_path, capsys):
     """Its cell is kept in a file, its run is not, and a row that it teaches is new."""
     argv = [*taught, "--cells=kept", "--scenario=half"]
@@ -329,6 +354,9 @@ def test_cells_outlive_their_folders(written, tmp_path, capsys, blobs):
     assert shown("--workdir=b") == (0, first) == shown("--workdir=b", "--dry_run")
     assert not (tmp_path / "b").exists()
     assert "missing" in shown("--workdir=b", "--dry_run", "--client_lr=0.5")[1]
+    assert shown("--workdir=c", "--client_lr=0.5")[0] == 2
+    assert len(json.loads((tmp_path / "cells").read_text())) == 2
+    assert shown("--workdir=b") == (0, first)  # those of other options stay
     for text in ("[1]", '{"a": 5}', '{"a": {"options": {}}}', '{"a": {"metrics": ""}}'):
         (tmp_path / "cells").write_text(text)
         with pytest.raises(SystemExit) as stop:

@@ -38,7 +38,7 @@ def resolved(data=None, **given):
     """(common options, the algorithm's own) for a data set that need not be here."""
     made, hparams = resolve.configure(given)
     data = source(6000) if data is None else data
-    return resolve.resolve(made, data, given), hparams
+    return resolve.resolve(made, data, given, hparams), hparams
 
 
 @pytest.mark.parametrize(
@@ -637,6 +637,35 @@ def test_adamw_without_decay_is_adam():
     assert notes.of_options(*resolved(algo="fedavg", **given)) == []
 
 
+def test_optimizers_at_the_points_of_a_sweep():
+    """What counts is what a point has, not the value that it replaces."""
+    given = {"algo": "fedavg", "client_optimizer": "adamw"}
+    made = resolved(**given, sweep="weight_decay=0.1,0.01")
+    assert notes.of_options(*made) == []
+    given |= {"client_optimizer": "rprop", "optimizer_state": "persist"}
+    made = resolved(**given, sweep="client_lr_decay=0.5,0.9")
+    (line,) = notes.of_options(*made)
+    assert line.startswith("--client_lr_decay=0.5,0.9 has no effect with")
+
+
+def test_a_sweep_that_ends_in_another_method():
+    """Each point is the run that it would be alone."""
+    given = {"algo": "fedavg", "server_optimizer": "sgd"}
+    made = resolved(**given, sweep="server_momentum=0,0.9")
+    (line,) = notes.of_options(*made)
+    assert "--server_momentum=0.9 is the method fedavgm" in line
+
+
+def test_clients_that_may_be_drawn_are_all():
+    """Of a level's own training, by 0 or without the option."""
+    given = {"algo": "depthfl", "level_mix": "1:1:1", "exclusive": True}
+    given |= {"num_clients": 6}
+    data = source(60, clients=6)
+    for more in ({}, {"clients_per_round": 0}):
+        config, _ = resolved(data, **given | more)
+        assert config.clients_per_round == 2
+
+
 def test_momentum_of_another_kind():
     """An algorithm of a user's may have one without an optimizer."""
 
@@ -681,7 +710,7 @@ def test_clients_that_never_train_are_told(rounds, per_round, is_told):
     plan, there = fp_types.PlanSpec("local", 1, 5), np.ones((105, 1))
     for serving in (None, lambda state, cohort, data: ()):
         made = fp_types.Algorithm((plan,), None, None, serving=serving)
-        lines = notes.of_absent(config, made, there)
+        lines = notes.of_absent(config, made, there, there[:, 0] > 0)
         told = [line for line in lines if "about 64 of 105 clients are in none" in line]
         assert len(told) == len(lines) == (is_told and serving is not None)
 

@@ -317,12 +317,13 @@ def test_collectives_are_counted():
       %b = (f32[4]{0}, pred[3]{0}) all-gather-start(%y, %z), channel_id=2
       %c = (f32[4]{0}, pred[3]{0}) all-gather-done(%b)
       ROOT %d = bf16[] all-reduce(%w), to_apply=%sum
+      %f = (s32[2]{0}, s32[2]{0}) all-to-all(%u, %v), channel_id=3
       %e = f32[9]{0} fusion(%all-gather), kind=kLoop
     """
     assert kinds.collectives(text) == {
         "all_gathers": 2,
         "all_reduces": 1,
-        "collective_bytes": 4 * 128 + 16 + 3 + 2,
+        "collective_bytes": 4 * 128 + 16 + 3 + 2 + 16,
     }
 
 

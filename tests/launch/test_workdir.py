@@ -15,8 +15,10 @@ import pytest
 
 from fedjax_pfl import simulate
 from launch import build, export, main, plot
+from launch.config import flagfile
 from launch.folder import finished as finished_lib
 from launch.folder import lock, workdir
+from launch.folder import record as record_lib
 from launch.run import progress
 from launch.show import page as page_lib
 from tests import conftest
@@ -667,6 +669,107 @@ def test_a_full_disk_is_one_line(reference, blobs, tmp_path, monkeypatch, capfd)
     assert f"{folder}: [Errno 27] File too large" in told and told.count("\n") == 1
     run(blobs, folder, "--summary=mean_last10", "--resume")
     assert_same_run(folder, reference)
+
+
+def test_a_finished_run_without_its_last_checkpoint(whole, reference, blobs):
+    """No earlier state is taken for that of the end."""
+    shutil.rmtree(whole / "checkpoints" / f"round_{ROUNDS:08d}")
+    with pytest.raises(ValueError, match=r"its last checkpoint is of round 3; remove"):
+        build.load(whole)
+    assert build.load(whole, round=3).round == 3
+    (whole / "summary.json").unlink()
+    run(blobs, whole, "--summary=mean_last10", "--resume")
+    assert_same_run(whole, reference)
+
+
+@pytest.fixture
+def began(blobs, tmp_path):
+    """A run in Python, in a folder of its own."""
+    given = {"algo": "fedavg", "dataset": blobs, "model": "mlp", "num_clients": 4}
+    given |= {"devices": 1, "rounds": 3, "eval_every": 1}
+    return build.experiment(**given, workdir=tmp_path / "began")
+
+
+def ran(experiment, act):
+    """Calls `act` after each evaluated round of a run without progress."""
+    return experiment.run(progress=False, on_record=lambda one: act(one["round"]))
+
+
+def test_an_error_after_the_last_round_costs_no_models(began):
+    """`run()` then saves what it did not."""
+
+    def fails(round):
+        if round == 3:
+            raise FileNotFoundError("mine.csv")
+
+    with pytest.raises(FileNotFoundError, match=r"^mine.csv$"):  # not the folder's
+        ran(began, fails)
+    began.run(progress=False)
+    assert build.load(began.folder.path).round == 3
+
+
+def test_a_record_that_found_no_room(began, monkeypatch):
+    """Nothing of its line stays, and `run()` goes on from the memory."""
+    fsync, calls = os.fsync, []
+
+    def full(file):
+        calls.append(file)
+        if len(calls) == 4:  # run.flags, and the lines of three rounds
+            raise OSError(28, "No space left on device")
+        fsync(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workdir.os, "fsync", full)
+        with pytest.raises(OSError, match="results cannot be written to .*No space"):
+            began.run(progress=False)
+    path = began.folder.path
+    assert [one["round"] for one in metrics(path)] == [0, 1]
+    began.run(progress=False)
+    assert [one["round"] for one in metrics(path)] == [0, 1, 2, 3]
+    assert finished_lib.read(path)["rounds"] == 3
+
+
+def test_a_folder_that_another_run_took(began):
+    """A run whose folder is moved writes nothing to the next one, nor unlocks it."""
+    path, other = began.folder.path, lock.Lock(began.folder.path)
+
+    def moves(round):
+        if round == 1:
+            path.rename(path.with_name("old"))
+            other.acquire()
+
+    with pytest.raises(OSError, match="was moved or removed during the run"):
+        ran(began, moves)
+    assert [one.name for one in path.iterdir()] == [lock.NAME]
+    with pytest.raises(ValueError, match="in use by process"):
+        lock.Lock(path).acquire()
+    other.release()
+    path.rmdir()
+
+
+def test_a_line_that_a_kill_has_cut(copied):
+    """What is drawn of an unfinished run are its whole records."""
+    path = copied / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [one["round"] for one in record_lib.read(copied).records] == [0, 1, 2, 3]
+
+
+def test_a_home_is_the_user_s(began, blobs, tmp_path, monkeypatch):
+    """Bash leaves `--workdir=~/mine` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run(blobs, "~/mine", rounds=1)
+    assert build.load("~/mine").folder.path == tmp_path / "mine"
+
+
+def test_a_file_that_cannot_be_read(whole, monkeypatch):
+    """One line, as for all that is wrong with a folder."""
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(flagfile.RunFlags, "read", denied)
+    with pytest.raises(ValueError, match="Permission denied: '.*run.flags'"):
+        build.load(whole)
 
 
 def test_a_signal_in_the_last_chunk_ends_a_loop_over_runs(blobs, tmp_path, monkeypatch):
