@@ -81,6 +81,8 @@ class Experiment(Run):
                 processes.say(f"{folder.path} holds this finished run", flush=True)
             self._show_notes(progress)
             self.train(stop, folder, until, progress=progress, others=records)
+        if progress and self.stopped_early and self.round < until:
+            processes.say(words.early_stop(self.config, self.round), flush=True)
         if stop:
             raise KeyboardInterrupt(
                 f"stopped after round {self.round}; run() continues"

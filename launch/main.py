@@ -49,6 +49,8 @@ def _execute(
                 "note: --keep_best has no effect on a finished run; choose another "
                 "--workdir"
             )
+        if done.get("stopped_early"):
+            say(words.early_stop(experiment.config, done["rounds"]))
         say(f"{folder.path} holds this finished run:\n{words.table(done)}")
         return done
     config = experiment.config
@@ -82,11 +84,7 @@ def _execute(
         )
         raise SystemExit(128 + stop.signal)
     if experiment.stopped_early:
-        say(
-            f"--early_stop={config.early_stop}: no validation became better in the "
-            f"last {config.early_stop} rounds, so the run ends after round "
-            f"{experiment.round}"
-        )
+        say(words.early_stop(config, experiment.round))
     say(words.table(folder.summary))
     if note := devices.advice(experiment):
         say(note, file=sys.stderr)

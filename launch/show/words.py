@@ -243,6 +243,14 @@ def headline(
     return out | loss
 
 
+def early_stop(config: Any, rounds: int) -> str:
+    """The line about a run that validation has ended."""
+    return (
+        f"--early_stop={config.early_stop}: no validation became better in the last "
+        f"{config.early_stop} rounds, so the run ends after round {rounds}"
+    )
+
+
 def diverged(round: int | None) -> str:
     """A text for a run that diverged in a round, "" for any other."""
     return f"diverged in round {round}" if round else ""

@@ -15,7 +15,7 @@ import fedjax_pfl as fp
 import models
 from data import plan
 from fedjax_pfl import averaging, levels, local_training, traffic, types
-from launch import build
+from launch import build, main
 from launch.folder import finished
 from tests.toys import model as toy
 
@@ -482,7 +482,7 @@ def test_the_best_round(tmp_path, summary, by):
         assert all(line in str(one.message) for one in said)
 
 
-def test_early_stop(tmp_path):
+def test_early_stop(tmp_path, capsys):
     """It ends when no validation became better, and a resumed run ends there, too."""
     given = {"client_lr": 0.0, "rounds": 30, "eval_every": 2, "val_split": 0.25}
     given |= {"early_stop": 4, "workdir": str(tmp_path / "run")}
@@ -491,6 +491,12 @@ def test_early_stop(tmp_path):
     assert experiment.summary()["stopped_early"]
     again = ran(**given)
     assert (again.round, again.summary()["rounds"]) == (4, 4)
+    line = "--early_stop=4: no validation became better in the last 4 rounds, so the "
+    capsys.readouterr()
+    again.extend(40).run()
+    assert capsys.readouterr().out.endswith(f"{line}run ends after round 4\n")
+    main.execute(COMMON | given)
+    assert f"{line}run ends after round 4\n" in capsys.readouterr().out
 
 
 def test_early_stop_waits_for_all_variants():
