@@ -374,13 +374,13 @@ def train(
                 projected = _checked(objective.project(params), params, "project")
                 params = boundary.select(real, projected, params)
             stats = boundary.select(held, new_stats, stats)
-        examples = mask.sum(dtype=jnp.int32)
+        seen = losses.batch_count(mask, chosen).astype(jnp.int32)
         total, count = carry.loss
         return each_client.Trained(
             params=params,
             stats=stats,
             opt_state=opt_state,
-            loss=(total + jnp.where(real, loss * examples, 0), count + examples),
+            loss=(total + jnp.where(real, loss * seen, 0), count + seen),
             measured=tuple(measured),
         )
 

@@ -44,6 +44,18 @@ def gives_nan(model: types.Model, x: np.ndarray) -> bool:
     return not all(np.isfinite(one).all() for one in jax.tree.leaves(out))
 
 
+def reads_another_row(model: types.Model, x: np.ndarray) -> bool:
+    """Whether the last word of some rows int[B, T] is taken for the one before it.
+
+    So is an index behind the end of an array, which JAX clamps.
+    """
+    params, stats = model.init(jax.random.key(0), x)
+    variables, last = types.Variables(moved(params), stats), x.max()
+    both = x, np.where(x == last, last - 1, x)
+    outs = (jax.tree.leaves(model.forward(*variables, one)[0]) for one in both)
+    return all(bool((a == b).all()) for a, b in zip(*outs, strict=True))
+
+
 def depends_on_neighbours(model: types.Model, x: np.ndarray) -> str:
     """Describes how an example's output depends on the rest of its batch, or gives "".
 

@@ -94,6 +94,8 @@ def resolve(
         rules |= {"normalization": "none", "augment": "none"}
     if name.startswith(own_files.NORMALIZED) and source.image.dtype != np.uint8:
         rules["normalization"] = "none"
+    if source.is_text:
+        rules |= _of_text(source)
     if partition.startswith(file.PREFIX):
         rules |= _of_file(config, partition) | {"examples_per_client": 0}
     if partition == "classes" and config.client_classes:
@@ -104,8 +106,6 @@ def resolve(
     unseen = num_unseen(dataclasses.replace(config, num_clients=num_clients))
     trained = max(num_able(hparams, num_clients) - unseen, 1)  # fewer are refused
     rules["clients_per_round"] = min(rules["clients_per_round"], trained)
-    if source.is_text:
-        rules |= _of_text(source)
     rules["model"] = _model(name, source, rules.get("model"))
     if (config.model or rules["model"]) not in models.MODELS:
         rules.pop("model_width", None)  # a custom model has its own

@@ -284,6 +284,8 @@ def client_values(run: Record, metric: str) -> np.ndarray | None:
         tuned: (tuned, False),
         f"unseen_{tuned}": (tuned, True),
     }
+    if run.flags.get("masked_loss") == "chosen":
+        names[f"client_masked_{plain}"] = (plain, False)
     name, of_unseen = names.get(metric, ("", False))
     if name not in run.clients:
         return None

@@ -169,7 +169,20 @@ class ClientModel(NamedTuple):
         parts = np.split(images, range(BATCH, len(images), BATCH))
         with jax.default_matmul_precision(self.precision):
             found = [np.asarray(_forward(*fixed, part)) for part in parts]
-        return np.concatenate(found)
+        logits = np.concatenate(found)
+        is_tokens = np.issubdtype(images.dtype, np.integer) and images.ndim == 2
+        if is_tokens and np.isnan(logits).any() and self._is_finite():
+            raise ValueError(
+                f"{self.model.name} gives nan for tokens up to {images.max()}; it has "
+                "no embedding of all of them"
+            )
+        return logits
+
+    def _is_finite(self) -> bool:
+        """Whether training left numbers that are finite."""
+        leaves = map(np.asarray, jax.tree.leaves(self.variables))
+        floats = (leaf for leaf in leaves if leaf.dtype.kind == "f")
+        return all(np.isfinite(leaf).all() for leaf in floats)
 
     def _values(self, x: Any) -> Any:
         """Puts a table's columns into the order of training; keeps other data."""

@@ -88,10 +88,14 @@ def best(
     """
     found: list[tuple[float, Choice]] = []
     whole = [one for one in points if not one[1]["diverged"]]
+    names = _choosing([part["metrics"] for _, part in whole or points], may_tune)
+    if whole and not names:
+        raise ValueError("study: tune needs validation rows of at least one client")
     for options, part in whole or points:
-        if not whole and not set(summaries.CHOOSING) & part["metrics"].keys():
-            continue  # of a text, it has no perplexities
-        for name, is_fine_tuned in _choosing(part["metrics"], may_tune):
+        # A point of a text that diverged has no perplexities.
+        for name, is_fine_tuned in names.items():
+            if name not in part["metrics"]:
+                continue
             sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
             value = part["metrics"][name]["mean"]
             chosen = Choice(dict(options), name, value, is_fine_tuned)
@@ -110,14 +114,17 @@ def best(
     return chosen._replace(edges=ends)
 
 
-def _choosing(metrics: Mapping[str, Any], may_tune: bool) -> list[tuple[str, bool]]:
-    """The validation metrics that choose, and whether each is of fine-tuned clients."""
-    names = [name for name in summaries.CHOOSING if name in metrics][:1]
-    if not names:
-        raise ValueError("study: tune needs validation rows of at least one client")
-    tuned = names[0].replace("client_", "fine_tuned_")
-    more = [(tuned, True)] if may_tune and tuned in metrics else []
-    return [(names[0], False), *more]
+def _choosing(every: Sequence[Mapping[str, Any]], may_tune: bool) -> dict[str, bool]:
+    """The validation metrics that choose, and whether each is of fine-tuned clients.
+
+    `every` are the metrics of the points, which are compared by the same one.
+    """
+    known = set().union(*every)
+    for name in summaries.CHOOSING:
+        if name in known:
+            tuned = name.replace("client_", "fine_tuned_")
+            return {name: False} | ({tuned: True} if may_tune else {})
+    return {}
 
 
 def _ends(values: Sequence[Any]) -> list[Any]:

@@ -1348,6 +1348,21 @@ def test_equal_points_are_no_edge_and_the_first_wins():
     assert not tuning.best([point(3, client_accuracy=1.0)], RATES, False).edges
 
 
+def test_points_are_compared_by_one_metric():
+    """A point that lacks it is not the best by another one."""
+
+    def part(**means):
+        metrics = {f"val_{name}_perplexity": {"mean": m} for name, m in means.items()}
+        return {"metrics": metrics, "diverged": None}
+
+    points = [
+        ({"client_lr": 0.1}, part(client=60.0, **{"global": 59.0})),
+        ({"client_lr": 10.0}, part(**{"global": 58.0})),
+    ]
+    chosen = tuning.best(points, {"client_lr": [0.1, 10.0]}, may_tune=False)
+    assert (chosen.metric, chosen.value) == ("val_client_perplexity", 60.0)
+
+
 @pytest.mark.parametrize("tuned, expected", [(0.6, True), (0.5, False), (0.4, False)])
 def test_fine_tuning_wins_where_it_is_better(tuned, expected):
     """Equal is not better, and a row that may not has none."""

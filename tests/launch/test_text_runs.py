@@ -14,7 +14,7 @@ from algorithms import fedavg
 from fedjax_pfl import local_training, losses, rng
 from launch import build, main, plot, report
 from launch.folder import record
-from launch.show import figures, words
+from launch.show import derived, figures, words
 from tests import test_contract, texts
 
 SMALL = {
@@ -309,6 +309,96 @@ def test_a_model_of_ones_own():
     assert metrics["global_perplexity"]["mean"] < 10
     with pytest.raises(ValueError, match="needs an embedding of 9 words"):
         build.experiment(algo="fedavg", **given | {"model": Words(8)})
+
+
+def table_of(num_words):
+    """A model as functions, which reads rows of an array by their numbers."""
+
+    def init(key, words):
+        return {"table": jax.random.normal(key, (num_words, 8))}
+
+    return init, lambda params, words: params["table"][words]
+
+
+def test_an_index_behind_the_end_of_a_table():
+    """It reads the last row, where `nn.Embed` gives nan; refused as well."""
+    build.experiment(algo="fedavg", **SMALL | {"model": table_of(9)})
+    line = "reads word 8, .* its embedding needs 9 words"
+    with pytest.raises(ValueError, match=line):
+        build.experiment(algo="fedavg", **SMALL | {"model": table_of(8)})
+
+
+class Mean(nn.Module):
+    """Logits of two classes from the mean of ten words."""
+
+    @nn.compact
+    def __call__(self, words):
+        return nn.Dense(2)(nn.Embed(10, 4)(words).mean(1))
+
+
+def test_words_without_an_embedding():
+    """No class is the answer to nan."""
+    x = np.random.default_rng(0).integers(0, 10, (80, 6))
+    given = {"dataset": (x, np.arange(80) % 2), "model": Mean(), "num_clients": 4}
+    made = build.experiment(algo="fedavg", preset="none", devices=1, **given)
+    known, unknown = x[:2], np.where(np.arange(6) == 0, 10, x[:2])
+    assert np.isfinite(made.predict(None, known)).all()
+    line = "gives nan for tokens up to 10; it has no embedding"
+    with pytest.raises(ValueError, match=line):
+        made.predict(None, unknown)
+    with pytest.raises(ValueError, match=line):
+        made.evaluate(unknown, np.zeros(2, int), client_id=None)
+
+
+@pytest.mark.parametrize("has_own_tests", [True, False])
+def test_a_file_decides_whose_test_rows_there_are(has_own_tests, tmp_path):
+    """Also of a text, whose run opens again with the options that it wrote."""
+    texts.write(tmp_path)
+    given = {"algo": "fedavg", "dataset": "wikitext2", "data_dir": str(tmp_path)}
+    given |= {"preset": "none", "model": "one_layer", "text_length": 5, "devices": 1}
+    given |= {"num_clients": 4, "rounds": 1, "clients_per_round": 2}
+    wanted = "client_share" if has_own_tests else "official"
+    path, folder = str(tmp_path / "rows.npz"), tmp_path / "run"
+    build.experiment(**given, test_split=wanted, export_partition=path)
+    given |= {"partition": f"file:{path}", "num_clients": None}
+    made = build.experiment(**given, workdir=str(folder))
+    made.run(progress=False)
+    again = build.load(folder, data_dir=str(tmp_path))
+    assert made.config.test_split == again.config.test_split == wanted
+    assert bool(made.data.partition.test.count.any()) == has_own_tests
+
+
+def test_the_loss_of_chosen_positions_is_theirs():
+    """Whatever batches hold, of which some have none."""
+    given = SMALL | {"algo": "fedavg", "rounds": 1, "masked_loss": "chosen"}
+    given |= {"client_lr": 0.0, "local_epochs": 3}
+    found = []
+    for size in (1, 20):
+        made = build.experiment(**given, batch_size=size)
+        made.run(progress=False)
+        found.append(made.metrics[-1]["train_loss"])
+    np.testing.assert_allclose(*found, rtol=0.05)
+
+
+def test_single_clients_of_chosen_positions(tmp_path):
+    """Their perplexities are compared as those of all positions are."""
+    runs = {}
+    for algo in ("local", "fedavg"):
+        given = SMALL | {"algo": algo, "rounds": 1, "masked_loss": "chosen"}
+        made = build.experiment(**given, workdir=str(tmp_path / algo))
+        made.run(progress=False)
+        runs[algo] = record.read(tmp_path / algo)
+    values = [one.clients["perplexity"][0].mean(0) for one in runs.values()]
+    local, fedavg = np.array(values)[:, np.isfinite(values[0])]
+    assert 1 < len(local) < len(values[0])  # where no position was chosen
+    expected = {
+        "hurt": (local > fedavg).mean(),
+        "gain": (local - fedavg).mean(),
+        "bottom_decile": local.max(),
+    }
+    for name, value in expected.items():
+        found = derived.of(name, runs["local"], runs["fedavg"], 0.95)
+        assert found["mean"] == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
