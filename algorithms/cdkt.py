@@ -158,17 +158,6 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         distances.distance, temperature=hparams.temperature, js_form=hparams.js_form
     )
 
-    messages = tuple(
-        fp.MessageKind(f"{sender} {what}", way, size * columns)
-        for sender, way, what, columns, is_sent in (
-            ("server", "down", "logits", task.num_classes, True),
-            ("server", "down", "embeddings", width, use_rep),
-            ("client", "up", "logits", task.num_classes, use_full),
-            ("client", "up", "embeddings", width, use_rep),
-        )
-        if is_sent
-    )
-
     def init(data: fp.Data, key: jax.Array) -> fp.RoundState:
         clients = stacked.repeat(task.init(client_model, key), task.num_rows)
         return fp.RoundState.first(task.init(server_model, key), clients, key)
@@ -237,7 +226,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         loss_fn = server_loss(teachers)
         server = proxy.train_server(hparams, loss_fn, task, state, data)
         state = here.after(trained.variables, server=server)
-        return state, trained.metrics(cohort), {kind.name: 1 for kind in messages}
+        sent = {
+            "server logits": 1,
+            "server embeddings": use_rep,
+            "client logits": use_full,
+            "client embeddings": use_rep,
+        }
+        return state, trained.metrics(cohort), sent
 
     sides = (
         (hparams.server_distance, hparams.server_distill_weight),
@@ -255,7 +250,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         reasons["label_mix"] = "as no logits of the proxy set are distilled"
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
-        messages=messages,
+        messages=tuple(
+            fp.MessageKind(f"{sender} {what}", way, size * columns)
+            for sender, way in (("server", "down"), ("client", "up"))
+            for what, columns in (("logits", task.num_classes), ("embeddings", width))
+        ),
         init=init,
         round=round,
         server=lambda state, data: {"global": (server_model, state.server)},

@@ -295,7 +295,7 @@ class Planner:
         out = np.ones(self.num_clients, bool)
         if self._who is not None and self._who.round_seconds < np.inf:
             early = [self._in_time(self._seeds[0], n) for n in range(SEEN_ROUNDS)]
-            out = np.isin(np.arange(self.num_clients), np.concatenate(early))
+            out[np.setdiff1d(self._candidates[0], np.concatenate(early))] = False
         return out
 
     @property

@@ -44,7 +44,8 @@ def _execute(
             if getattr(experiment.config, name):
                 cure = f"build.load({str(folder.path)!r}, {name}=...).run() logs it"
                 say(f"note: --{name} has no effect on a finished run; {cure}")
-        if experiment.config.keep_best and not folder.best:
+        best = processes.on_first(lambda: folder.best)
+        if experiment.config.keep_best and not best:
             say(
                 "note: --keep_best has no effect on a finished run; choose another "
                 "--workdir"

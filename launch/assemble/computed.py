@@ -135,9 +135,13 @@ def of_algorithm(
     task = task._replace(execution=how, num_residents=0)
     structure, floats = options.split_floats(hparams)
 
+    metrics: set[str] = set()
+    servers: set[str] = set()
+
     def method_of(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
         given = dataclasses.replace(structure, **values)
-        return given, _watched(program_lib.made(make, given, task), floats)
+        made = program_lib.made(make, given, task)
+        return given, _watched(made, floats, metrics, servers)
 
     _, method = method_of(floats)
     planner = planner_of(method, how)
@@ -177,8 +181,26 @@ def of_algorithm(
     return _joined(parts)
 
 
-def _watched(method: types.Algorithm, floats: Collection[str]) -> types.Algorithm:
-    """The same algorithm, whose functions say what they return in place of theirs."""
+def _watched(
+    method: types.Algorithm,
+    floats: Collection[str],
+    metrics: set[str],
+    servers: set[str],
+) -> types.Algorithm:
+    """The same algorithm, whose functions say what they return in place of theirs.
+
+    The names of its rounds' `metrics` and of its `servers` are added to the sets.
+    """
+
+    def no_name_twice() -> None:
+        """Refuses (ValueError) a round's metric with the name of a server's model's."""
+        kinds = "accuracy", "loss", "perplexity", "masked_perplexity"
+        of_servers = {f"{name}_{kind}" for name in servers for kind in kinds}
+        if both := metrics & of_servers:
+            raise ValueError(
+                f"algo: its round returned the metric {min(both)}, which is what an "
+                "evaluation of its server's model gives; give it another name"
+            )
 
     def init(*given: Any) -> Any:
         state = method.init(*given)
@@ -192,6 +214,8 @@ def _watched(method: types.Algorithm, floats: Collection[str]) -> types.Algorith
         _expect("round", out, is_right, wanted)
         for name, pair in out[1].items():
             _expect_metric(name, pair, floats)
+        metrics.update(out[1])
+        no_name_twice()
         for name in ("server", "clients"):
             before, after = (getattr(one, name) for one in (state, out[0]))
             was, now = _form(before), _form(after)
@@ -216,6 +240,8 @@ def _watched(method: types.Algorithm, floats: Collection[str]) -> types.Algorith
             _is_of(one, types.Model, types.Variables) for one in out.values()
         )
         _expect("server", out, is_right, "{name: (model, Variables)}")
+        servers.update(out)
+        no_name_twice()
         return out
 
     has_server = method.server is not None

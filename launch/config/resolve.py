@@ -255,7 +255,7 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
 
 def num_able(hparams: Any, num_clients: int) -> int:
     """The number of clients that may be drawn, unseen ones included."""
-    if not isinstance(hparams, levels.Levels):
+    if not isinstance(hparams, levels.Levels) or not hparams.exclusive:
         return num_clients
     _, eligible = levels.assigned(hparams, num_clients)
     return num_clients if eligible is None else int(eligible.sum())

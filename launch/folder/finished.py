@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -167,19 +168,24 @@ def count_classes(
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the records of a run, finished or not, in order of rounds.
 
-    A last line that a kill has cut is left out; `read` finds one of a finished run.
+    A last line that a kill has cut is left out, with the records of its round if other
+    seeds have theirs; `read` finds one of a finished run.
     Raises a one-line ValueError if a line is not a record or the path is not a file.
     """
     path = folder / METRICS
     with files.named(str(path), joint=" "):
         files.check(path, "a run's records")
     out = []
-    *whole, _ = path.read_bytes().split(b"\n")
+    *whole, cut = path.read_bytes().split(b"\n")
     for number, line in enumerate(whole, start=1):
         if not line:
             continue
         with files.named(f"{path} is damaged: line {number} is not a record"):
             out.append(json_text.read(line, RECORD))
+    if cut and out:
+        last = [one for one in out if one["round"] == out[-1]["round"]]
+        first = [one for one in out if one["round"] == out[0]["round"]]
+        out = out[: -len(last)] if len(last) < len(first) else out
     return out
 
 
@@ -193,7 +199,7 @@ def write_text(path: pathlib.Path, text: str, is_shared: bool = False) -> None:
 
     Several processes may write one that `is_shared` at once.
     """
-    own = f".{os.getpid()}" * is_shared
+    own = f".{socket.gethostname()}.{os.getpid()}" * is_shared
     temporary = path.with_name(f"{path.name}{own}{PARTIAL}")
     try:
         with files.created(temporary) as file:

@@ -69,6 +69,8 @@ def _writes(act: Callable[..., Any]) -> Callable[..., Any]:
     def named(folder: Workdir, *args: Any) -> Any:
         try:
             return act(folder, *args)
+        except BrokenPipeError:
+            raise  # of a note, and not of the folder
         except OSError as error:
             line = f"results cannot be written to {folder.path}: {error}"
             raise OSError(line) from error
@@ -434,10 +436,15 @@ class Workdir(loop.Listener):
             )
         self._write(METRICS, expected.decode())
 
+    def on_start(self, run: Run) -> None:
+        """Writes the records whose lines an error has prevented."""
+        if self.summary is None and len(run.metrics) > len(self.records):
+            self.on_call(run, [])
+
     @_writes
     def on_call(self, run: Run, records: loop.Records) -> None:
         """Adds lines to metrics.jsonl, which are on disk when this returns."""
-        # An error may have come between an earlier record and its line.
+        # Those of before too, whose lines an error has prevented
         records = run.metrics[len(self.records) :]
         if processes.is_first():
             self._lock.check()
@@ -447,13 +454,14 @@ class Workdir(loop.Listener):
     def _append(self, lines: bytes) -> None:
         """Adds lines to metrics.jsonl, all or none of them."""
         with files.appended(self.path / METRICS) as file:
-            size = os.fstat(file.fileno()).st_size
+            number, left = file.fileno(), memoryview(lines)
+            size = os.fstat(number).st_size
             try:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
+                while left:
+                    left = left[os.write(number, left) :]
+                os.fsync(number)
             except OSError:
-                os.ftruncate(file.fileno(), size)
+                os.ftruncate(number, size)
                 raise
 
     @_writes

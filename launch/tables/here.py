@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data import loaders, own_files, texts
+from data import files, loaders, own_files, texts
 from fedjax_pfl import checkpoint
 from fedjax_pfl import options as options_lib
 from fedjax_pfl.options import option
@@ -49,13 +49,22 @@ def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] |
 def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Starts or resumes a run, and returns its summary and records.
 
-    Its `MODEL` of before, perhaps after fewer rounds, is removed.
+    Where it trains, its `MODEL` of before is removed, which is of fewer rounds.
     """
-    processes.on_first(lambda: (folder / MODEL).unlink(missing_ok=True))
+    before = processes.on_first(lambda: _parameters(folder))
     resumes = processes.on_first((folder / finished.RUN_FLAGS).exists)
     given = cells.known(options) | {"workdir": str(folder), "resume": resumes}
     done = main.execute(given)
+    if done["parameters_sha256"] != before:
+        processes.on_first(lambda: (folder / MODEL).unlink(missing_ok=True))
     return processes.on_first(lambda: done | {"records": finished.records(folder)})
+
+
+def _parameters(folder: pathlib.Path) -> str | None:
+    """The hash of a finished run's parameters, None if there is none."""
+    with contextlib.suppress(ValueError):
+        return (finished.read(folder) or {}).get("parameters_sha256")
+    return None
 
 
 def clients(folder: pathlib.Path) -> dict[str, Any]:
@@ -155,7 +164,8 @@ class Table:
             if path and not pathlib.Path(path).parent.is_dir():
                 raise ValueError(f"--{flag}={path}: there is no such folder")
         self.asked, self.kept = asked, store.File(asked.cells)
-        self.root = pathlib.Path(asked.workdir) / name / self.dataset
+        root = files.given(asked.workdir, "--workdir")
+        self.root = root / name / self.dataset
         self.results: dict[tuple[str, str], Any] = {}
 
     def folder(self, cell: cells.Cell) -> pathlib.Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import numbers
@@ -201,23 +202,26 @@ class Study:
             warnings.warn(line, stacklevel=4)
 
     def choices(self) -> list[tuple[str, str, tuning.Choice]]:
-        """(row, setting, choice) of all rows that are tuned so far."""
-        every = [
-            (r, s, self.schedule.choice(s, r)) for s in self.settings for r in self.rows
-        ]
-        return [one for one in every if one[2] and one[2].metric]
+        """(row, setting, choice) of all rows that are tuned so far.
+
+        Those whose tuning is damaged are left out, as `run()` mends or names it.
+        """
+        out = []
+        for setting, row in itertools.product(self.settings, self.rows):
+            with contextlib.suppress(ValueError):
+                out.append((row, setting, self.schedule.choice(setting, row)))
+        return [one for one in out if one[2] and one[2].metric]
 
     def _run(self, trial: trials.Trial, progress: bool, cell_timeout: float) -> bool:
         """Runs a trial unless it is finished; returns whether it is finished now."""
-        equal = (
-            one for _, one in self.schedule.every() if one and one.key == trial.key
-        )
-        others = (one for one in equal if one.name != trial.name)
-        same = next(filter(self.schedule.is_finished, others), None)
         begin = time.perf_counter()
         try:
             if self.schedule.is_finished(trial) and not self._must_mend(trial):
                 return True
+            every = (one for _, one in self.schedule.every() if one is not None)
+            equal = (one for one in every if one.key == trial.key)
+            others = (one for one in equal if one.name != trial.name)
+            same = next(filter(self.schedule.is_finished, others), None)
             if same is not None:
                 self._copy(same, trial)
             else:
@@ -486,7 +490,9 @@ class Study:
             with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as out:
                 for file in every:
                     name = file.relative_to(self.folder)
-                    if file.is_file() and not skipped & set(name.parts):
+                    is_partial = file.suffix == finished.PARTIAL
+                    is_ours = not skipped & set(name.parts) and not is_partial
+                    if file.is_file() and is_ours:
                         out.write(file, name)
                 for name, text in tables.items():
                     out.writestr(name, text)
@@ -573,9 +579,9 @@ def study(
     for what, value in (("settings", settings), ("tune", tune)):
         if not isinstance(value or {}, Mapping):
             raise ValueError(f"study: {what}={value!r}: expected an object by names")
-    for what, names in (("methods", methods), ("settings", settings or {})):
-        odd = [name for name in names if not isinstance(name, str)]
-        if isinstance(names, Mapping) and odd:
+    for what, names in (("methods", methods), ("settings", settings)):
+        known = names if isinstance(names, Mapping) else ()
+        if odd := [name for name in known if not isinstance(name, str)]:
             raise ValueError(f"study: {what}: the name {odd[0]!r} is no text")
     if isinstance(methods, Mapping):
         rows = {name: {"options": own} for name, own in methods.items()}

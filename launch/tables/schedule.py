@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -195,5 +196,8 @@ class Schedule:
         They are those of (setting, method) pairs, None = all.
         """
         for unit in self._asked.units if units is None else units:
-            for one in [*self.tuning(*unit), *self.finals(*unit)]:
+            tuning, finals = self.tuning(*unit), [None]
+            with contextlib.suppress(ValueError):  # a damaged trial, see `choice`
+                finals = self.finals(*unit)
+            for one in [*tuning, *finals]:
                 yield one.name if one else "/".join(filter(None, unit)), one

@@ -65,7 +65,8 @@ def files_sha256(run: Experiment) -> str:
 
 def identity(key: Mapping[str, Any]) -> dict[str, Any]:
     """A trial's key without where its data are and how it is computed."""
-    how = schema.names(schema.EXECUTION) - {"rounds"}
+    writes = {"csv", "keep_best", "tensorboard", "wandb"}  # more files
+    how = schema.names(schema.EXECUTION) - {"rounds", *writes}
     return {name: value for name, value in key.items() if name not in how}
 
 

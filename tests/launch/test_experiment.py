@@ -181,6 +181,26 @@ def test_own_algorithms_that_return_something_else(blobs, narrow, name, change, 
         build.experiment(algo=mine, **given)
 
 
+def test_a_metric_of_a_server_s_model_twice(blobs, narrow):
+    """Known before anything is computed."""
+    mine = _with_metric("student_loss")
+
+    def make(hparams, task):
+        made = mine.make(hparams, task)
+
+        def server(*given):
+            return {"student": made.server(*given)["global"]}
+
+        return made._replace(server=server)
+
+    other = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="other")
+    given = {"dataset": blobs, "model": "narrow", "num_clients": 4, "devices": 1}
+    with pytest.raises(
+        ValueError, match="^algo: its round returned .*student_loss, wh"
+    ):
+        build.experiment(algo=other, **given)
+
+
 def _with_metric(name):
     """FedAvg whose rounds have a metric more, 3."""
 

@@ -302,6 +302,7 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"methods": {1: {}}}, "study: methods: the name 1 is no text"),
         ({"settings": {0.1: {}}}, "study: settings: the name 0.1 is no text"),
         ({"folder": 5}, "study: folder: expected a path, got a int"),
+        ({"methods": 5}, "study: expected a list of methods, got 5"),
     ],
 )
 def test_refused_in_a_line(more, line):
@@ -775,6 +776,35 @@ def test_a_damaged_trial_is_mended_or_named(is_kept, alone):
         shutil.rmtree(run)
         again = alone().run(progress=False)
     assert not again.failed and again.table().to_markdown() == expected
+
+
+def test_a_damaged_run_of_tuning(tmp_path):
+    """It is mended before its method goes on, and keeps no other method waiting."""
+    given = {"tune": {"local_epochs": [1, 2]}, "control": "", "seeds": 1}
+    given |= {"methods": ["fedavg", "local"], "fine_tune_epochs": 0, "rounds": 1}
+    study = made(tmp_path / "study", **given).run(progress=False)
+    expected = study.table().to_markdown()
+    folder = study.folder / "runs" / "fedavg.tune,local_epochs=1"
+    (folder / "clients.npz").unlink()
+    again = made(tmp_path / "study", **given)
+    assert len(again.lines()) == 6
+    assert not again.run(progress=False).failed
+    assert again.table().to_markdown() == expected
+    (folder / "clients.npz").unlink()
+    shutil.rmtree(folder / "checkpoints")
+    again = made(tmp_path / "study", **given)
+    with pytest.warns(UserWarning, match=f"remove {folder}, and run"):
+        assert again.run(progress=False).failed == ["fedavg.tune,local_epochs=1"]
+    assert [row for row, *_ in again.choices()] == ["local"]
+
+
+def test_what_else_a_run_writes(alone):
+    """Asked for later it is another run, as what is finished has no such file."""
+    study = alone().run(progress=False)
+    asked = made(
+        study.folder, methods=["local"], seeds=1, tune={}, control="", csv=True
+    )
+    assert asked.lines()[0].endswith("to run")
 
 
 def test_damaged_files_of_a_study_are_named(alone):
