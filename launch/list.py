@@ -164,7 +164,13 @@ def command(argv: list[str]) -> None:
         options.check_one_of("model", asked.model, models.MODELS)
         shape = _shape(asked.example_shape)
         model = models.make(asked.model, asked.num_classes, asked.model_width)
-        fit.check_model("model", model, shape, takes=model.takes)
+        try:
+            fit.check_model("model", model, shape, takes=model.takes)
+        except ValueError as error:
+            # What a run would change is no option here.
+            line, _, _ = str(error).rpartition("; ")
+            cure = "64" if model.takes == "tokens" else "32,32,3"
+            raise ValueError(f"{line}; give --example_shape={cure}") from error
     print(
         f"{asked.model}, {asked.num_classes} classes, examples of "
         f"{'x'.join(map(str, shape))}, width {asked.model_width:g}"

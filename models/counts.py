@@ -6,7 +6,8 @@ nothing. The convention is that of ptflops
 (https://github.com/sovrasov/flops-counter.pytorch). A convolution costs kernel^2 *
 inputs / groups per output value, and one more with a bias. A norm costs 2 per value, a
 relu 1, a pool 1 per input value, and an upsampling 1 per output value. An affine map
-costs inputs * outputs + outputs. Sigmoid, sum and product are free.
+costs inputs * outputs + outputs. Sigmoid, sum and product are free, but
+for the positions that an embedding adds.
 """
 
 import math

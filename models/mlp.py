@@ -10,7 +10,7 @@ from models import stages
 def mlp(
     num_classes: int, width: float = 1.0, rate: float = 1.0, scaler: Any = 1.0
 ) -> types.Model:
-    """MLP with hidden widths 128 and 64; takes examples of any shape.
+    """MLP with hidden widths 128 and 64; takes images and vectors.
 
     `rate` and `scaler` are those of `at_width` in `types.Model`.
     """

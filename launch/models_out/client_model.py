@@ -148,7 +148,9 @@ class ClientModel(NamedTuple):
         names = {"classes": self.classes, "columns": self.columns}
 
         def write() -> str:
-            with jax.default_matmul_precision(self.precision):
+            # For a GPU too, whose compiler some forms of other platforms end.
+            form = execution.traced_in(execution.Setting("gpu"))
+            with form, jax.default_matmul_precision(self.precision):
                 return str(program_file.write(*given, **names))
 
         return pathlib.Path(processes.on_first(write))

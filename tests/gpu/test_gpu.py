@@ -8,10 +8,13 @@ are skipped without the plugin.
 import functools
 
 import jax
+import numpy as np
 import pytest
+from jax import export
 
 import models
 from fedjax_pfl import execution, shapes
+from launch import build
 from launch.machine import target
 from launch.run import cost
 from tests import targeted
@@ -54,6 +57,19 @@ def test_strides_do_not_end_the_process(clients):
     given = shapes.variables(net, shape), jax.ShapeDtypeStruct((4, *shape), "float32")
     made = jax.jit(step, out_shardings=where).lower(*jax.tree.map(of_clients, given))
     assert "fusion" in made.compile().as_text()
+
+
+def test_a_program_of_a_file_does_not_end_the_process(tmp_path):
+    """Traced on a CPU for all platforms at once."""
+    x = np.zeros((40, 28, 28, 1), np.uint8)
+    given = {"algo": "fedavg", "preset": "none", "dataset": (x, np.arange(40) % 4)}
+    given |= {"num_clients": 2, "partition": "iid", "rounds": 1, "devices": 1}
+    made = build.experiment(**given, model="resnet18", model_width=0.125)
+    path = made.save_model(tmp_path / "one.stablehlo")
+    program = export.deserialize(bytearray(path.read_bytes()))
+    where = jax.sharding.SingleDeviceSharding(target.devices("gpu:h100")[0])
+    image = jax.ShapeDtypeStruct((4, 28, 28, 1), "uint8", sharding=where)
+    assert jax.jit(program.call, out_shardings=where).lower(image).compile()
 
 
 def test_clients_side_by_side_are_one_launch(unequal):
