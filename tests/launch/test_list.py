@@ -97,8 +97,9 @@ def test_options_reach_the_model(shown):
         (["--model=fedavg_cnn", "--example_shape=8,8,1"], ["not fit", "[8, 8, 1];"]),
         (
             ["--model=depth_resnet18", "--example_shape=28,28,1"],
-            ["[28, 28, 1] (needs images", "a multiple of 8, these are 28x28)"],
+            ["28x28); give --example_shape=32,32,3", "a multiple of 8, these are"],
         ),
+        (["--model=masked_lm"], ["needs rows of tokens); give --example_shape=64"]),
         (["--num_classes=5"], ["--num_classes has no effect", "--model="]),
         (["--modle=mlp"], ["modle"]),
         (["resnet18"], ["'resnet18' is not a flag"]),
