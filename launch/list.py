@@ -168,9 +168,12 @@ def command(argv: list[str]) -> None:
             fit.check_model("model", model, shape, takes=model.takes)
         except ValueError as error:
             # What a run would change is no option here.
-            line, _, _ = str(error).rpartition("; ")
+            line, _, _ = str(error).replace(" (--layout=ntc)", "").rpartition("; ")
             cure = "64" if model.takes == "tokens" else "32,32,3"
-            raise ValueError(f"{line}; give --example_shape={cure}") from error
+            cure = f"give --example_shape={cure}"
+            if "--model_width" in line:
+                cure = "give another --model_width"
+            raise ValueError(f"{line}; {cure}") from error
     print(
         f"{asked.model}, {asked.num_classes} classes, examples of "
         f"{'x'.join(map(str, shape))}, width {asked.model_width:g}"

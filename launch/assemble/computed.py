@@ -137,11 +137,13 @@ def of_algorithm(
 
     metrics: set[str] = set()
     servers: set[str] = set()
+    kinds = ("perplexity", "masked_perplexity")
+    kinds = kinds if data.num_words else ("accuracy", "loss")
 
     def method_of(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
         given = dataclasses.replace(structure, **values)
         made = program_lib.made(make, given, task)
-        return given, _watched(made, floats, metrics, servers)
+        return given, _watched(made, floats, metrics, servers, kinds)
 
     _, method = method_of(floats)
     planner = planner_of(method, how)
@@ -186,16 +188,18 @@ def _watched(
     floats: Collection[str],
     metrics: set[str],
     servers: set[str],
+    kinds: Collection[str],
 ) -> types.Algorithm:
     """The same algorithm, whose functions say what they return in place of theirs.
 
-    The names of its rounds' `metrics` and of its `servers` are added to the sets.
+    The names of its rounds' `metrics` and of its `servers` are added to the sets. An
+    evaluation measures `kinds` of each server's model.
     """
 
     def no_name_twice() -> None:
         """Refuses (ValueError) a round's metric with the name of a server's model's."""
-        kinds = "accuracy", "loss", "perplexity", "masked_perplexity"
         of_servers = {f"{name}_{kind}" for name in servers for kind in kinds}
+        of_servers |= {metric_kinds.VALIDATION + name for name in of_servers}
         if both := metrics & of_servers:
             raise ValueError(
                 f"algo: its round returned the metric {min(both)}, which is what an "

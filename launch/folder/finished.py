@@ -168,24 +168,19 @@ def count_classes(
 def records(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Reads the records of a run, finished or not, in order of rounds.
 
-    A last line that a kill has cut is left out, with the records of its round if other
-    seeds have theirs; `read` finds one of a finished run.
+    A last line that a kill has cut is left out; `read` finds one of a finished run.
     Raises a one-line ValueError if a line is not a record or the path is not a file.
     """
     path = folder / METRICS
     with files.named(str(path), joint=" "):
         files.check(path, "a run's records")
     out = []
-    *whole, cut = path.read_bytes().split(b"\n")
+    *whole, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(whole, start=1):
         if not line:
             continue
         with files.named(f"{path} is damaged: line {number} is not a record"):
             out.append(json_text.read(line, RECORD))
-    if cut and out:
-        last = [one for one in out if one["round"] == out[-1]["round"]]
-        first = [one for one in out if one["round"] == out[0]["round"]]
-        out = out[: -len(last)] if len(last) < len(first) else out
     return out
 
 

@@ -72,7 +72,10 @@ def read(path: pathlib.Path) -> Record:
         raise ValueError(f"{path}: there is no such folder; give that of a run")
     summary = finished.read(path)
     is_there = (path / finished.METRICS).is_file()
-    if not (records := finished.records(path) if is_there else []):
+    records = finished.records(path) if is_there else []
+    if records and summary is None:
+        records = _whole(records, flagfile.RunFlags.read(path / finished.RUN_FLAGS))
+    if not records:
         inside = path / "runs"
         more = f"; give folders in {inside}" if inside.is_dir() else ""
         raise ValueError(f"{path} holds no run that has measured anything{more}")
@@ -89,6 +92,16 @@ def read(path: pathlib.Path) -> Record:
             )
         return run
     return run._replace(clients=_clients(run), kinds=summaries.kinds(summary))
+
+
+def _whole(
+    records: list[dict[str, Any]], recorded: flagfile.RunFlags
+) -> list[dict[str, Any]]:
+    """The records without those of a last round that a kill has cut."""
+    points = sweep.points(recorded.options.get("sweep", ""))
+    wanted = int(recorded.options.get("num_seeds", 1)) * len(points)
+    last = sum(one["round"] == records[-1]["round"] for one in records)
+    return records[:-last] if last < wanted else records
 
 
 def _clients(run: Record) -> dict[str, np.ndarray]:

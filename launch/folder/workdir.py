@@ -217,7 +217,9 @@ class Workdir(loop.Listener):
         """Locks the folder again if it is as this process left it."""
         self._lock.acquire()
         found = self.path / METRICS
-        if not found.is_file() or found.read_text() != finished.lines(self.records):
+        # An error may have come before the first record.
+        text = found.read_text() if found.is_file() else ""
+        if text != finished.lines(self.records):
             raise ValueError(
                 f"{found} was changed since this run left it; open the run again: "
                 f"build.load({str(self.path)!r})"

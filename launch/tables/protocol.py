@@ -174,7 +174,13 @@ class Study:
             first = self.schedule.tuning(setting, base)
             if not all([self._run(one, progress, cell_timeout) for one in first]):
                 continue
-            for final in self.schedule.finals(setting, base):
+            try:
+                finals = self.schedule.finals(setting, base)
+            except ValueError as error:  # such as values that all diverged
+                self._say(f"note: {base} failed: {error}", is_warning=True)
+                self.failed.append(base)
+                continue
+            for final in finals:
                 self._run(final, progress, cell_timeout)
         for row, setting, chosen in self.choices():
             for name in chosen.edges:
@@ -221,7 +227,7 @@ class Study:
             every = (one for _, one in self.schedule.every() if one is not None)
             equal = (one for one in every if one.key == trial.key)
             others = (one for one in equal if one.name != trial.name)
-            same = next(filter(self.schedule.is_finished, others), None)
+            same = next(filter(self._is_whole, others), None)
             if same is not None:
                 self._copy(same, trial)
             else:
@@ -238,6 +244,12 @@ class Study:
         seconds = round(time.perf_counter() - begin, 1)
         self.schedule.write(trial, seconds=seconds)
         return True
+
+    def _is_whole(self, trial: trials.Trial) -> bool:
+        """Whether a trial is finished and its run is not damaged."""
+        with contextlib.suppress(ValueError):
+            return self.schedule.is_finished(trial) and not self._must_mend(trial)
+        return False
 
     def _must_mend(self, trial: trials.Trial) -> bool:
         """Whether a finished run is damaged, and a checkpoint has what it lacks.

@@ -168,8 +168,10 @@ class Schedule:
         run that goes on to more rounds stays where it is.
         """
         keys, others = [trials.identity(trial.key)], []
-        # Earlier versions also hashed where data are, and how runs are computed.
-        keys += [one for one in (trial.key, trial.before) if one not in keys]
+        # Earlier versions also hashed where data are, and how runs are computed, or
+        # not what else they write.
+        before = trial.key, trial.before, trials.identity(trial.key, but=())
+        keys += [one for one in before if one not in keys]
         for key in keys:
             text = json.dumps(key, sort_keys=True)
             other = f"{trial.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -177,7 +179,8 @@ class Schedule:
                 return other
             others.append(other)
         held = self._held(trial.name, trial)
-        is_free = held is None or any(trials.goes_on(held["key"], key) for key in keys)
+        own = trial.key, trial.before
+        is_free = held is None or any(trials.goes_on(held["key"], key) for key in own)
         return trial.name if is_free else others[0]
 
     def _held(self, place: str, trial: trials.Trial) -> dict[str, Any] | None:

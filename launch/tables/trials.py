@@ -5,7 +5,7 @@ import json
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -63,10 +63,12 @@ def files_sha256(run: Experiment) -> str:
     return hashlib.sha256(both.encode()).hexdigest()
 
 
-def identity(key: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's key without where its data are and how it is computed."""
-    writes = {"csv", "keep_best", "tensorboard", "wandb"}  # more files
-    how = schema.names(schema.EXECUTION) - {"rounds", *writes}
+_WRITES = {"csv", "keep_best", "tensorboard", "wandb"}  # more files
+
+
+def identity(key: Mapping[str, Any], but: Collection[str] = _WRITES) -> dict[str, Any]:
+    """A trial's key without where its data are and how it is computed, `but` these."""
+    how = schema.names(schema.EXECUTION) - {"rounds", *but}
     return {name: value for name, value in key.items() if name not in how}
 
 

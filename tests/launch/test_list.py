@@ -100,6 +100,10 @@ def test_options_reach_the_model(shown):
             ["28x28); give --example_shape=32,32,3", "a multiple of 8, these are"],
         ),
         (["--model=masked_lm"], ["needs rows of tokens); give --example_shape=64"]),
+        (
+            ["--model=masked_lm", "--example_shape=64", "--model_width=0.3"],
+            ["8 heads do not divide", "; give another --model_width"],
+        ),
         (["--num_classes=5"], ["--num_classes has no effect", "--model="]),
         (["--modle=mlp"], ["modle"]),
         (["resnet18"], ["'resnet18' is not a flag"]),

@@ -311,6 +311,31 @@ def test_a_model_of_ones_own():
         build.experiment(algo="fedavg", **given | {"model": Words(8)})
 
 
+class Unigram(nn.Module):
+    """Logits that are the same for all words."""
+
+    @nn.compact
+    def __call__(self, words):
+        bias = self.param("bias", nn.initializers.normal(), (8,))
+        return jax.numpy.broadcast_to(bias, (*words.shape, 8))
+
+
+class First(nn.Module):
+    """A learned vector in place of the first word, as for a class of the row."""
+
+    @nn.compact
+    def __call__(self, words):
+        first = self.param("first", nn.initializers.normal(), (4,))
+        h = nn.Embed(9, 4)(words).at[:, 0].set(first)
+        return nn.Dense(8)(h + h.mean(1, keepdims=True))
+
+
+@pytest.mark.parametrize("model", [Unigram(), First()])
+def test_models_that_tell_some_words_apart(model):
+    """None reads the hidden word as another one."""
+    build.experiment(algo="fedavg", **SMALL | {"model": model})
+
+
 def table_of(num_words):
     """A model as functions, which reads rows of an array by their numbers."""
 

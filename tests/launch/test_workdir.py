@@ -761,14 +761,33 @@ def test_a_line_that_a_kill_has_cut(copied):
     assert [one["round"] for one in record_lib.read(copied).records] == [0, 1, 2, 3]
 
 
-def test_a_round_that_a_kill_has_cut(finished, tmp_path):
+@pytest.mark.parametrize("kept", [20, 0])
+def test_a_round_that_a_kill_has_cut(kept, finished, tmp_path):
     """Of two seeds it is left out where only one has its record."""
     folder = pathlib.Path(shutil.copytree(finished, tmp_path / "run"))
     (folder / "summary.json").unlink()
     path = folder / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-20])
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + last[:kept])
     found = [one["round"] for one in record_lib.read(folder).records]
     assert found == [n for n in range(ROUNDS) for _ in range(2)]
+    shutil.rmtree(folder / "checkpoints")
+    path.write_bytes(lines[0] + lines[1][:kept])
+    with pytest.raises(ValueError, match="holds no run that has measured anything"):
+        record_lib.read(folder)
+
+
+def test_an_error_before_the_first_record(began, monkeypatch):
+    """`run()` then begins, as it goes on after later ones."""
+
+    def fails(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.Experiment, "measure", fails)
+        with pytest.raises(MemoryError):
+            began.run(progress=False)
+    assert began.run(progress=False)["rounds"] == 3
 
 
 def test_a_home_is_the_user_s(began, blobs, tmp_path, monkeypatch):
