@@ -73,13 +73,13 @@ def read(path: pathlib.Path) -> Record:
     summary = finished.read(path)
     is_there = (path / finished.METRICS).is_file()
     records = finished.records(path) if is_there else []
+    recorded = records and flagfile.RunFlags.read(path / finished.RUN_FLAGS)
     if records and summary is None:
-        records = _whole(records, flagfile.RunFlags.read(path / finished.RUN_FLAGS))
+        records = _whole(records, recorded)
     if not records:
         inside = path / "runs"
         more = f"; give folders in {inside}" if inside.is_dir() else ""
         raise ValueError(f"{path} holds no run that has measured anything{more}")
-    recorded = flagfile.RunFlags.read(path / finished.RUN_FLAGS)
     run = Record(path, recorded.options, records, {}, summary, hashes=recorded.hashes)
     if summary is None:
         # The checkpoint has the records of all rounds up to it.
