@@ -163,16 +163,16 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         norms, cohort = decentralized.asked(known["norm"], source, cohort)
         has_trained = norms > 0
         weight = decentralized.weights("examples", cohort, data)
-        mean = aggregate.mix_peers(models, cohort, weight)
+        # Of who has not trained nothing comes, no statistics either.
+        came = jnp.where(has_trained.at[:, 0].set(True), weight, 0)
+        came = jnp.where(period.critical[:, None] & hparams.sparsify, came, weight)
+        weights = models._replace(params=weight, stats=came)
+        mean = aggregate.mix_peers(models, cohort, weights)
         is_sparse = exchange.on_all(period.critical & hparams.sparsify)
         if hparams.sparsify:
             params = sparse_mean(models.params, known["changed"], cohort, weight, mean)
             params = stacked.where(is_sparse, params, mean.params)
-            # Who has not trained sends nothing, so that no statistics come either.
-            came = weight * has_trained.at[:, 0].set(True)
-            stats = aggregate.mix_peers(models.stats, cohort, came, known=mean)
-            stats = stacked.where(is_sparse, stats, mean.stats)
-            mean = mean._replace(params=params, stats=stats)
+            mean = mean._replace(params=params)
         alike = has_trained.astype(weight.dtype)
         norm = aggregate.mix_peers(known["norm"], cohort, alike, known=mean)
         number = cohort.peer_mask.sum(1)
