@@ -146,6 +146,17 @@ def assigned(hparams: Levels, num_clients: int) -> tuple:
     return np.minimum(able, largest), able >= largest if hparams.exclusive else None
 
 
+def eligible(hparams: Any, num_clients: int) -> np.ndarray:
+    """bool[K]: the clients that may be drawn, all where `hparams` are no `Levels`.
+
+    Raises ValueError as `assigned` does.
+    """
+    found = None
+    if isinstance(hparams, Levels):
+        _, found = assigned(hparams, num_clients)
+    return np.ones(num_clients, bool) if found is None else found
+
+
 def eligible_rows(
     hparams: Levels, train: types.ClientRows
 ) -> tuple[jax.Array, jax.Array]:

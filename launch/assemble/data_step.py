@@ -147,10 +147,7 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
     They are drawn by the partition's seed.
     """
     config, hparams = settings.config, settings.hparams
-    candidates = np.arange(config.num_clients)
-    if isinstance(hparams, levels.Levels):
-        _, eligible = levels.assigned(hparams, config.num_clients)
-        candidates = candidates if eligible is None else np.flatnonzero(eligible)
+    candidates = np.flatnonzero(levels.eligible(hparams, config.num_clients))
     count = resolve.num_unseen(config)
     options.check_at_most(
         *("unseen_clients", count, len(candidates) - 1),

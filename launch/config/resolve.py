@@ -104,7 +104,8 @@ def resolve(
     if config.early_stop:
         rules["summary"] = "best_validation"
     unseen = num_unseen(dataclasses.replace(config, num_clients=num_clients))
-    trained = max(num_able(hparams, num_clients) - unseen, 1)  # fewer are refused
+    able = int(levels.eligible(hparams, num_clients).sum())
+    trained = max(able - unseen, 1)  # fewer are refused
     rules["clients_per_round"] = min(rules["clients_per_round"], trained)
     rules["model"] = _model(name, source, rules.get("model"))
     if (config.model or rules["model"]) not in models.MODELS:
@@ -251,14 +252,6 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     if image.ndim < 4 or min(image.shape[1:3]) < 16:
         return "mlp"
     return wanted or "fedavg_cnn"
-
-
-def num_able(hparams: Any, num_clients: int) -> int:
-    """The number of clients that may be drawn, unseen ones included."""
-    if not isinstance(hparams, levels.Levels) or not hparams.exclusive:
-        return num_clients
-    _, eligible = levels.assigned(hparams, num_clients)
-    return num_clients if eligible is None else int(eligible.sum())
 
 
 def num_unseen(config: schema.Config) -> int:

@@ -138,7 +138,8 @@ def keep_compiled(choice: str) -> None:
             folder = pathlib.Path(choice or user_cache()).expanduser().absolute()
             # Programs in this folder are executed, so others must not write to it.
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _shrink(folder)
+            if str(folder) != before:
+                _shrink(folder)
             wanted = str(folder) if os.access(folder, os.W_OK | os.X_OK) else None
         except (OSError, RuntimeError):  # RuntimeError: there is no home folder
             pass

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -173,8 +171,7 @@ class Schedule:
         before = trial.key, trial.before, trials.identity(trial.key, but=())
         keys += [one for one in before if one not in keys]
         for key in keys:
-            text = json.dumps(key, sort_keys=True)
-            other = f"{trial.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+            other = store.beside(trial.name, key)
             if self._held(other, trial) is not None:
                 return other
             others.append(other)

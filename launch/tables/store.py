@@ -66,8 +66,13 @@ class File:
         """The name, with a hash if the file has it for a run of other options."""
         if self._done.get(name, {}).get("options", options) == options:
             return name
-        text = json.dumps(options, sort_keys=True)
-        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return beside(name, options)
+
+
+def beside(name: str, key: Object) -> str:
+    """A name with a hash of what a run has, for one beside another of this name."""
+    text = json.dumps(key, sort_keys=True)
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def is_taken(path: pathlib.Path) -> bool:
