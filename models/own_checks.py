@@ -37,6 +37,13 @@ def _agree(
     return np.allclose(a, b, rtol=0, atol=share * size, equal_nan=True)
 
 
+def is_drawn(model: types.Model, x: np.ndarray) -> bool:
+    """Whether first parameters depend on the key; those of a given module do not."""
+    one, other = (model.init(jax.random.key(n), x[:1])[0] for n in (0, 1))
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return any((np.asarray(a) != np.asarray(b)).any() for a, b in pairs)
+
+
 def gives_nan(model: types.Model, x: np.ndarray) -> bool:
     """Whether a model's first output for some examples [B, ...] is not finite."""
     variables = types.Variables(*model.init(jax.random.key(0), x))

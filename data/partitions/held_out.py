@@ -52,10 +52,10 @@ def validation(
 ) -> tuple[parts.Parts, parts.Parts]:
     """Splits the train rows of each client into (train, validation).
 
-    Of n rows floor(share * n) validate, with the class mix of the n rows. They are
-    drawn by (seed, client, position) under a name of their own, so that test rows and
-    shuffles of batches do not change. Of a text they are the last rows in order. The
-    train rows keep their order.
+    Of n rows floor(share * n) validate, with the class mix of the n rows, and each row
+    with the same chance. They are drawn by (seed, client, position) under names of
+    their own, so that test rows and shuffles of batches do not change. Of a text they
+    are the last rows in order. The train rows keep their order.
 
     Args:
         owned: The train rows.
@@ -63,14 +63,11 @@ def validation(
         share: In [0, 1).
         seed: The partition's seed.
     """
-    num_train = owned.count - np.floor(share * owned.count + 1e-9).astype(int)
+    held = np.floor(share * owned.count + 1e-9).astype(int)
     if labels.ndim > 1:
-        is_train = owned.place < np.repeat(num_train, owned.count)
+        is_train = owned.place < np.repeat(owned.count - held, owned.count)
     else:
-        order = _shuffled(owned, seed, "data.validation")
-        mixed = owned._replace(row=owned.row[order])
-        is_train = np.empty(len(order), bool)
-        is_train[order] = _stratified(mixed, labels[mixed.row], num_train)
+        is_train = ~_systematic(owned, labels[owned.row], held, seed)
     return owned.divided(is_train)
 
 
@@ -124,6 +121,29 @@ def _first(
     place = np.arange(len(order)) - np.repeat(begin, size)
     is_first[order] = place < np.repeat(take, size)
     return is_first
+
+
+def _systematic(
+    owned: parts.Parts, label: np.ndarray, held: np.ndarray, seed: int
+) -> np.ndarray:
+    """Marks held int[K] rows, as evenly over classes as possible; bool[N].
+
+    Row i of a client's n, class by class, is marked if (i v + r) // n grows at the next
+    one, for v marked rows and r < n at random. So a class has its share of them up to
+    one, and no row depends on how many others its class has. By largest remainder a
+    class of one row would hardly ever be marked.
+    """
+    name, owner = "data.validation", owned.owner
+    # Classes in random order, and the rows of each too
+    by_class = rng.hashed(seed, f"{name}.class", owner, label)
+    mixed = _shuffled(owned, seed, name)
+    order = mixed[np.lexsort((by_class[mixed], owner))]
+    chance = rng.uniform(seed, f"{name}.first", np.arange(len(held)))
+    size, step = owned.count[owner], held[owner]
+    reached = owned.place * step + (chance * owned.count).astype(int)[owner]
+    out = np.empty(len(owner), bool)
+    out[order] = (reached + step) // size > reached // size
+    return out
 
 
 def _stratified(

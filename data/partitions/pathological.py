@@ -19,9 +19,9 @@ def split(
 ) -> parts.Parts:
     """Gives each client shards of exactly k = `classes_per_client` different classes.
 
-    A shard has one class, and `draw` is one of `DRAWS`. Returns positions 0..N-1 of
-    labels int[N]. Examples of a class without an owner are unowned. Raises ValueError
-    if there are fewer than k classes.
+    A shard has one class, and `draw` is one of `DRAWS`. Any classes may meet in a
+    client. Returns positions 0..N-1 of labels int[N]. Examples of a class without an
+    owner are unowned. Raises ValueError if there are fewer than k classes.
     """
     classes, supply = np.unique(labels, return_counts=True)
     why = "the classes of the data"
@@ -30,21 +30,43 @@ def split(
         pools = [np.flatnonzero(labels == c) for c in classes]
         return _independent(pools, num_clients, classes_per_client, gen)
     num_shards = num_clients * classes_per_client
-    # Shards are assigned to classes by largest remainder, at most one per client.
+    # Shards are assigned to classes by largest remainder, at most one per client, and
+    # of equal classes to random ones.
     want = supply * (num_shards / supply.sum())
     count = np.minimum(np.floor(want).astype(int), num_clients)
+    tie = gen.random(len(classes))
     while count.sum() < num_shards:
         room = np.where(count < num_clients, want - count, -np.inf)
-        count[int(room.argmax())] += 1
-    owners = []
-    need = np.full(num_clients, classes_per_client)
-    # Classes with most shards come first, and go to clients that need most. By the
+        count[np.lexsort((tie, -room))[0]] += 1
+    owned = np.empty((num_clients, classes_per_client), int)
+    has = np.zeros(num_clients, int)
+    # Classes with most shards come first, and go to clients that have least. By the
     # Gale-Ryser theorem this never gets stuck.
-    for c in np.argsort(-count, kind="stable"):
-        chosen = np.lexsort((gen.random(num_clients), -need))[: count[c]]
-        need[chosen] -= 1
-        owners.append((classes[c], chosen))
-    return parts.by_class(labels, owners, num_clients, gen)
+    for c in np.lexsort((tie, -count)):
+        chosen = np.lexsort((gen.random(num_clients), has))[: count[c]]
+        owned[chosen, has[chosen]] = c
+        has[chosen] += 1
+    _exchange(owned, gen)
+    owners = [np.flatnonzero((owned == c).any(1)) for c in range(len(classes))]
+    pairs = zip(classes, map(gen.permutation, owners), strict=True)
+    return parts.by_class(labels, pairs, num_clients, gen)
+
+
+def _exchange(owned: np.ndarray, gen: np.random.Generator) -> None:
+    """Lets pairs of clients exchange one class each, in place in int[K, k].
+
+    A class that a client has already it does not take. Each client does it 30 k times,
+    after which any classes may have met, however they were dealt.
+    """
+    num_clients, k = owned.shape
+    for _ in range(30 * k):
+        one, other = gen.permutation(num_clients)[: num_clients // 2 * 2].reshape(2, -1)
+        i, j = gen.integers(k, size=(2, len(one)))
+        given, taken = owned[one, i], owned[other, j]
+        has_any = (owned[one] == taken[:, None]) | (owned[other] == given[:, None])
+        is_free = ~has_any.any(1)
+        owned[one[is_free], i[is_free]] = taken[is_free]
+        owned[other[is_free], j[is_free]] = given[is_free]
 
 
 def _independent(

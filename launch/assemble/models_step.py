@@ -147,6 +147,17 @@ def _by_name(
                 "`is_training`, `deterministic` or `use_running_average` of its "
                 "__call__"
             )
+        hparams = settings.hparams
+        starts = {
+            "--noshared_init": not getattr(hparams, "shared_init", True),
+            "--num_bases": getattr(hparams, "num_bases", 1) > 1,
+        }
+        if any(starts.values()) and not own_checks.is_drawn(model, few):
+            of = next(one for one, is_given in starts.items() if is_given)
+            notes.append(
+                f"{of}: all begin with the same numbers, those that --{flag}={name} "
+                "has; give the class of the module, or a function that makes it"
+            )
         by_name[name] = computed.distinct(model, hashes[name])
     return by_name, hashes, tuple(notes)
 

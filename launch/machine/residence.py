@@ -38,7 +38,8 @@ def place(config: schema.Config) -> str | None:
             f"--client_state={name}: expected device, replicated, host or a folder to "
             f"which rows can be written ({reason})"
         )
-    return "" if name == "host" else str(pathlib.Path(name).expanduser())
+    # Absolute, since the process may move before a file is made there.
+    return "" if name == "host" else str(pathlib.Path(name).expanduser().absolute())
 
 
 def recorded(name: str) -> str:

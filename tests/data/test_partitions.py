@@ -14,6 +14,7 @@ from data.partitions import (
     file,
     held_out,
     parts,
+    pathological,
 )
 from tests.data import tables
 
@@ -62,7 +63,7 @@ DIGESTS = {
     "client_dirichlet interleaved": "697dd87ec2f1f488",
     "client_dirichlet sequential": "c3b8b88fa15e9012",
     "client_dirichlet overlap": "d0b60556d370275c",
-    "pathological": "a7dd830feecccd06",
+    "pathological": "be9dab0c04cf2020",
     "pathological overlap": "706b0ebc27bd615c",
     "classes": "c3d22bc182dd437a",
     "cdkt": "40f68408ac0b1edf",
@@ -234,6 +235,22 @@ def test_pathological_shards_are_equal_for_equal_classes():
     assert set(np.unique(counts)) == {0, 25}
 
 
+def test_pathological_lets_any_classes_meet():
+    """Every pair of classes is as likely, and so is every class of more than needed."""
+    met, labels, spare = np.zeros((10, 10)), np.repeat(np.arange(10), 8), np.zeros(40)
+    for seed in range(100):
+        gen = np.random.default_rng(seed)
+        given = {"classes_per_client": 2, "draw": "ipf", "gen": gen}
+        for own in pathological.split(labels, num_clients=20, **given).by_client():
+            one, other = np.unique(labels[own])
+            met[one, other] += 1
+        many = pathological.split(np.arange(40), num_clients=5, **given)
+        spare[many.row] += 1
+    pairs, mean = met[np.triu_indices(10, 1)], 100 * 20 / 45
+    assert pairs.sum() == 2000 and np.abs(pairs - mean).max() < 5 * np.sqrt(mean)
+    assert spare.sum() == 1000 and np.abs(spare - 25).max() < 5 * np.sqrt(25 * 0.75)
+
+
 def test_pathological_overlap_draws_with_replacement():
     """Two of nine classes each, floor(floor(N / K) / 2) images of both."""
     source = tables.table([30, 60, 45, 50, 40, 55, 25, 65, 41])
@@ -396,6 +413,32 @@ def test_stratified_split_of_many_clients_is_that_of_each_one():
         missing = int(0.8 * have.sum() + 1e-9) - take.sum()
         take[np.argsort(take - want, kind="stable")[:missing]] += 1
         np.testing.assert_array_equal(np.bincount(label[train], minlength=7), take)
+
+
+def test_each_row_validates_equally_often_whatever_its_class():
+    """A class of one row too, and each class has its share up to one row."""
+    gen, share = np.random.default_rng(0), 0.2
+    owned = parts.Parts(np.arange(40 * 3000), np.full(3000, 40))
+    label = gen.choice(
+        9, 40 * 3000, p=[0.3, 0.2, 0.2, 0.1, 0.1, 0.04, 0.03, 0.02, 0.01]
+    )
+    train, held = held_out.validation(owned, label, share, 7)
+    assert (held.count == 8).all()
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate([train.row, held.row])), owned.row
+    )
+    validates = np.isin(owned.row, held.row)
+    have, taken = np.zeros((2, 3000, 9))
+    np.add.at(have, (owned.owner, label), 1)
+    np.add.at(taken, (owned.owner, label), validates)
+    assert np.abs(taken - share * have).max() < 1
+    alike = have[owned.owner, label]  # how many rows of its class its client has
+    for count in (1, 2, 3, 4, 5, 6, 8, 12):
+        rows = validates[alike == count]
+        assert abs(rows.mean() - share) < 5 * np.sqrt(share * (1 - share) / len(rows))
+    for one in range(9):
+        rows = validates[label == one]
+        assert abs(rows.mean() - share) < 5 * np.sqrt(share * (1 - share) / len(rows))
 
 
 @pytest.mark.parametrize("kind", ["pool", "pool_stratified", "client_share"])

@@ -304,6 +304,16 @@ def test_a_norm_over_the_real_examples():
         np.testing.assert_allclose(*jax.tree.leaves(stats), wanted, atol=1e-5)
 
 
+def test_a_module_s_values_are_those_of_all_clients():
+    """A module that is given draws nothing, and a line says so; its class does."""
+    given = {"algo": "dfedavg", "num_peers": 2, "clients_per_round": 4}
+    for kept, noted in ((True, 0), (False, 1)):
+        run = made(model=Net(nnx.Rngs(0)), shared_init=kept, **given)
+        assert sum("begin with the same numbers" in one for one in run.notes) == noted
+    run = made(model=Net, shared_init=False, **given)
+    assert not any("begin with the same numbers" in one for one in run.notes)
+
+
 def test_statistics_that_no_mode_moves_are_noted():
     """The run begins all the same, as a frozen norm may be meant."""
     (line,) = [one for one in made(model=Deaf(), algo="fedavg").notes if "train" in one]
