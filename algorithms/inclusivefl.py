@@ -29,7 +29,8 @@ Differs from the paper: stages are shared by all levels, also where one is a cli
 last (there it is the level's own), as in DepthFL's code. Its default for the exits is
 kept too: exit i is a mean over all clients that hold it, most of which return it
 untouched (`--head_count=trainers`: over those that train it). The gradients of momentum
-distillation are what a round of a level moved, with a server's learning rate of 1.
+distillation are what a round of a level moved, with a server's learning rate of 1;
+until the next level has first taken part m is 0, and a last stage moves less by beta.
 Momentum distillation needs stages of equal shapes, as a Transformer has. The last exit
 answers.
 """
@@ -39,6 +40,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import fedjax_pfl as fp
 from fedjax_pfl import aggregate, boundary, levels, losses, options, shapes, stacked
@@ -169,9 +171,16 @@ def _check(hparams: HParams, task: fp.Task) -> None:
         )
     if options.is_off(hparams.momentum_distill_weight):
         return
-    if levels.possible(hparams, task.num_clients).tolist() == [levels.top(hparams)]:
+    possible = levels.possible(hparams, task.num_clients)
+    if len(possible) == 1:
         reason = "where all clients that may train have one level"
         options.refuse(hparams, ("momentum_distill_weight",), reason)
+    if any(gaps := np.diff(possible) > 1):
+        raise ValueError(
+            f"--momentum_distill_weight={hparams.momentum_distill_weight}: level "
+            f"{possible[:-1][gaps][0] + 1} has no client, of which the level below "
+            f"would learn; change --level_mix={hparams.level_mix}, or omit it"
+        )
     params, _ = shapes.variables(model, task.example_shape)
     trunks = [jax.tree.map(lambda x: x.shape, stage["trunk"]) for stage in params]
     if any(trunk != trunks[0] for trunk in trunks):

@@ -9,6 +9,7 @@ from data import participation, plan
 from fedjax_pfl import levels, shapes, types
 from launch.assemble.given import Settings
 from launch.assemble.models_step import Models
+from launch.config import schema
 
 
 class Planned(NamedTuple):
@@ -43,6 +44,8 @@ def made(
         num_levels = levels.top(hparams)
         level_of, able = levels.assigned(hparams, config.num_clients)
         eligible &= True if able is None else able
+        if config.unseen_clients and not callable(level_of):
+            _check_top(config, num_levels, level_of, seeds, eligible)
     task = types.Task(
         server_model=found.server,
         client_models=found.clients,
@@ -79,3 +82,24 @@ def made(
         )
 
     return Planned(task, num_rows, planner)
+
+
+def _check_top(
+    config: schema.Config,
+    top: int,
+    level: np.ndarray,
+    seeds: Sequence[int],
+    eligible: np.ndarray,
+) -> None:
+    """Refuses (ValueError) a seed in which all that can hold the top level are unseen.
+
+    `level` int[K] is that of each client, and `eligible` bool[seeds, K] who may train.
+    """
+    for seed, may_train in zip(seeds, eligible, strict=True):
+        largest = int(level[may_train].max())
+        if largest < top:
+            raise ValueError(
+                f"--unseen_clients={config.unseen_clients:g}: with seed {seed} all "
+                f"clients of level {top} are unseen, and nobody trains its part; give "
+                f"fewer, another --partition_seed, or --max_level={largest}"
+            )

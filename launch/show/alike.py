@@ -7,6 +7,8 @@ from launch.folder.record import Record
 from launch.run import summaries
 from launch.show import words
 
+# Metrics of the clients that `--eval_clients` names
+OF_COHORTS = ("c_spec", "c_gen", "c_per", "val_c_spec", "val_c_gen", "val_c_per")
 Named = Sequence[tuple[str, Record]]
 
 
@@ -48,6 +50,17 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
         if len(groups) > 1:
             out[what] = list(groups.values())
     return out
+
+
+def cohorts(runs: Named) -> list[list[str]]:
+    """Groups of runs whose C-Gen and C-Spec are of as many clients, [] if all are."""
+    groups: dict[str, list[str]] = {}
+    for name, run in runs:
+        if "c_gen" in run.summary["metrics"]:
+            is_all = run.flags.get("eval_clients") == "all"
+            count = run.flags.get("num_clients" if is_all else "clients_per_round", "")
+            groups.setdefault(count, []).append(name)
+    return list(groups.values()) if len(groups) > 1 else []
 
 
 def in_words(unlike: dict[str, list[list[str]]]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+import models
 from fedjax_pfl import metric_kinds, options
 from launch.folder import finished, record
 from launch.folder.record import Record
@@ -25,13 +26,18 @@ TITLES = {
     "until_clock": "Clock until, s",
 }
 PLACES = {"until_rounds": "rounds", "until_mb": "bytes", "until_clock": "clock"}
+# Where clients have several models
+_OF_MODEL = re.compile(r"client_(?:accuracy|perplexity|masked_perplexity)_(\w+)")
 _FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
 
 
-def main_metric(run: Record) -> str:
-    """The accuracy of the clients' models, or their perplexity, in a run."""
-    names = [f"client_{record.measured(run)}", "client_masked_perplexity"]
-    found = run.summary["metrics"]
+def main_metric(runs: Sequence[Record]) -> str:
+    """The accuracy of the clients' models, or their perplexity, in runs of one kind.
+
+    A text's run that diverged has none, and any other run tells.
+    """
+    names = [f"client_{record.measured(runs[0])}", "client_masked_perplexity"]
+    found = set().union(*(run.summary["metrics"] for run in runs))
     return next((name for name in names if name in found), names[0])
 
 
@@ -39,7 +45,7 @@ def metric(name: str, runs: Sequence[Record]) -> words.Metric:
     """How a metric of a run or one of `TITLES` is shown."""
     if name not in TITLES:
         return words.metric(name, record.kinds(runs))
-    base = words.metric(main_metric(runs[0]), record.kinds(runs))
+    base = words.metric(main_metric(runs), record.kinds(runs))
     if name in ("gain", "bottom_decile"):
         return base._replace(name=name, title=TITLES[name])
     scale, unit = (100, "%") if name == "hurt" else (1, "")
@@ -49,7 +55,11 @@ def metric(name: str, runs: Sequence[Record]) -> words.Metric:
 def unusual(name: str) -> str:
     """A line about a name that resembles a metric here and is none, or nothing."""
     plain, known = name.removeprefix(metric_kinds.VALIDATION), [*words.TITLES, *TITLES]
+    if plain in ("train_loss", "seconds"):
+        return f"the metric {name} is in records, and in no table"
+    of_model = _OF_MODEL.fullmatch(plain)
     is_ours = plain in known or words.title(plain) != plain.replace("_", " ")
+    is_ours |= bool(of_model) and of_model[1] in models.MODELS
     near = "" if is_ours else options.nearest(plain, known)
     return f"the metric {name} is none of this package{near}" if near else ""
 
@@ -105,7 +115,7 @@ def of(
     if name in PLACES:
         _, place = curves.PLACES[PLACES[name]]
         return control and _until(run, control, share, place)
-    kind = main_metric(run)
+    kind = main_metric([run])
     runs = [run] if name == "bottom_decile" else [run, control]
     if control is None and len(runs) > 1:
         return None
@@ -143,7 +153,7 @@ def of(
 def _until(
     run: Record, control: Record, share: float, place: Callable[..., float]
 ) -> dict[str, Any] | None:
-    kind = main_metric(run)
+    kind = main_metric([run])
     aims = control.summary["metrics"].get(kind, {}).get("per_seed", ())
     if len(aims) != len({row["seed"] for row in run.records}):
         return None

@@ -190,8 +190,9 @@ def _columns(entries: Entries, metric: words.Metric, base: Entry) -> Columns:
         out.append((one.title, _cells(entries, one)))
         if one.name != metric.name:
             continue
-        if len(entries) > 1:
-            out.append((f"against {base.name}", _against(entries, base, metric)))
+        against = _against(entries, base, metric) if len(entries) > 1 else []
+        if any(cell.text != "–" for cell in against):
+            out.append((f"against {base.name}", against))
         if last := _last(entries, metric):
             out.append(("in the last round", last))
     means = [[e.summary["metrics"][n]["mean"] for n in _BYTES] for e in entries]
@@ -228,8 +229,9 @@ def _cells(entries: Entries, metric: words.Metric) -> list[Cell]:
     """A metric of each run; the best is marked among those that did not diverge."""
     name, best = metric.name, None
     found = [entry.summary["metrics"].get(name) for entry in entries]
-    sound = [one for one in _whole(entries) if name in one.summary["metrics"]]
-    if len(sound) > 1 and metric.better and _has_best(entries):
+    sound = [one for one in _whole(entries) if _is_of_all(one, name)]
+    is_apart = name in alike.OF_COHORTS and alike.cohorts(_named(entries))
+    if len(sound) > 1 and metric.better and _has_best(entries) and not is_apart:
         means = [one.summary["metrics"][name]["mean"] for one in sound]
         best = (min if metric.better == "lower" else max)(means)
     return [
@@ -239,6 +241,11 @@ def _cells(entries: Entries, metric: words.Metric) -> list[Cell]:
         )
         for entry, one in zip(entries, found, strict=True)
     ]
+
+
+def _is_of_all(entry: Entry, name: str) -> bool:
+    """Whether a run has the metric of all its seeds."""
+    return "seeds" not in entry.summary["metrics"].get(name, {"seeds": ()})
 
 
 def _has_best(entries: Entries) -> bool:
@@ -253,7 +260,7 @@ def _gap(entry: Entry, base: Entry, metric: words.Metric) -> np.ndarray | None:
     None if one lacks the metric, or if their data sets differ.
     """
     pair = [one.summary["metrics"].get(metric.name) for one in (entry, base)]
-    if None in pair or alike.data(entry.run) != alike.data(base.run):
+    if None in pair or "data" in _unlike([entry, base]):
         return None
     seeds = [one.run.clients["seeds"] for one in (entry, base)]
     if np.array_equal(*seeds):
@@ -384,8 +391,9 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     if len(entries) > 1 and not _whole(entries):
         return "All runs diverged."
     name, percent = metric.name, " %" if metric.unit else ""
+    known = [one for one in _sound(entries) if name in one.summary["metrics"]]
     ranked = sorted(
-        (entry for entry in _sound(entries) if name in entry.summary["metrics"]),
+        [one for one in known if _is_of_all(one, name)] or known,
         key=lambda entry: entry.summary["metrics"][name]["mean"],
         reverse=metric.better != "lower",
     )
@@ -407,7 +415,7 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     other = base if base in ranked and best is not base else ranked[1]
     gap = _gap(best, other, metric)
     if gap is None:
-        is_other = alike.data(best.run) != alike.data(other.run)
+        is_other = "data" in _unlike([best, other])
         why = "has another data set" if is_other else "has no value of the same seed"
         return f"{text}; {other.name} {why}."
     points = " points" if percent else ""

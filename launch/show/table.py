@@ -223,32 +223,37 @@ def made(
     is_list = isinstance(metrics, Sequence)
     if not is_list or not all(isinstance(name, str) for name in metrics):
         raise ValueError(f"metrics={metrics!r}: expected a list of names")
-    known = [run for found in runs.values() for run in found.values() if run]
-    rows, metrics = list(next(iter(runs.values()))), metrics or _usual(known, control)
+    of_setting = [[run for run in one.values() if run] for one in runs.values()]
+    known = [run for found in of_setting for run in found]
+    rows = list(next(iter(runs.values())))
+    metrics = metrics or _usual(of_setting, control)
     columns, untested, apart, is_ranked = [], [], [], False
-    for setting, found in runs.items():
+    for (setting, found), here in zip(runs.items(), of_setting, strict=True):
         since = {row: run and record.diverged(run) for row, run in found.items()}
         bad = [row for row, round in since.items() if round is not None]
         found = {row: None if row in bad else one for row, one in found.items()}
         why, others = _not_ranked(found)
         prefix = f"{setting}: " * (len(runs) > 1)
-        apart += [f"{prefix}{line}" for line in (why, others) if line]
+        of_few = "" if why else _of_few(found, metrics)
+        apart += [f"{prefix}{line}" for line in (why, of_few, others) if line]
         is_ranked |= not why
         for name in metrics:
-            how = derived.metric(name, known) if known else words.metric(name)
+            told = here or known
+            how = derived.metric(name, told) if told else words.metric(name)
             entries = _entries(found, name, control, until)
             arrays = {
                 row: run and record.client_values(run, name)
                 for row, run in found.items()
                 if test != "none" and not why and name not in derived.TITLES
             }
-            values = _values(how, entries, arrays, control, is_ranked=not why)
+            is_alike = not (why or of_few and name in alike.OF_COHORTS)
+            values = _values(how, entries, arrays, control, is_ranked=is_alike)
             pairs = zip(found, values, strict=True)
             values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
             has_values = any(one is not None for one in arrays.values())
             is_bold = how.better and any(entries.values()) and test != "none"
-            if is_bold and not why and not has_values and how.title not in untested:
+            if is_bold and is_alike and not has_values and how.title not in untested:
                 untested.append(how.title)
     notes = _of_values(known, control, test if is_ranked else "none")
     notes += apart + _diverged(runs)
@@ -256,7 +261,7 @@ def made(
     if untested:
         line = "no test is made, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: {line}.")
-    notes += _derived(metrics, known, control, until)
+    notes += _derived(metrics, of_setting, control, until)
     every = [run for found in runs.values() for run in found.values()]
     if left := sum(run is None for run in every):
         notes.append(f"{left} of {len(every)} results are not finished.")
@@ -278,6 +283,17 @@ def _not_ranked(found: Mapping[str, Record | None]) -> tuple[str, str]:
     elif points := alike.points(named):
         why = f"No value is bold or marked, as {alike.of_points(points)}."
     return why, f"{others[0].upper()}{others[1:]}" if others else ""
+
+
+def _of_few(found: Mapping[str, Record | None], metrics: Sequence[str]) -> str:
+    """Why no value is the best in columns of the clients that a round draws."""
+    named = [(looks.title(row), run) for row, run in found.items() if run]
+    titles = [words.title(name) for name in metrics if name in alike.OF_COHORTS]
+    cohorts = alike.cohorts(named) if titles else []
+    if not cohorts:
+        return ""
+    differ = alike.in_words({"eval_clients": cohorts})
+    return f"{', '.join(titles)}: no value is bold or marked, as {differ}."
 
 
 def _of_values(known: Sequence[Record], control: str, test: str) -> list[str]:
@@ -315,14 +331,22 @@ def _unknown(metrics: Sequence[str], known: Sequence[Record]) -> list[str]:
 
 
 def _derived(
-    metrics: Sequence[str], known: Sequence[Record], control: str, until: float
+    metrics: Sequence[str],
+    of_setting: Sequence[Sequence[Record]],
+    control: str,
+    until: float,
 ) -> list[str]:
     """What those of `derived.TITLES` are, and which of them need a control."""
     other, notes = looks.title(control), []
-    reached = f"until the mean over clients reaches {until:g} of {other}'s"
-    main = derived.metric(derived.main_metric(known[0]), known) if known else None
-    if main and main.better == "lower":
-        reached = f"until {main.title} is down to 1 / {until:g} of {other}'s"
+    known = [run for found in of_setting for run in found]
+    goals = {}
+    for found in filter(None, of_setting):
+        main = derived.metric(derived.main_metric(found), found)
+        goal = f"{main.title} is down to 1 / {until:g} of {other}'s"
+        if main.better != "lower":
+            goal = f"the mean over clients reaches {until:g} of {other}'s"
+        goals[goal] = None
+    reached = f"until {', or '.join(goals)}"
     about = {
         "hurt": f"clients that are worse off than with {other}",
         "gain": f"mean over clients of the value less that with {other}",
@@ -354,16 +378,26 @@ def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
     return lines
 
 
-def _usual(runs: Sequence[Record], control: str) -> list[str]:
-    """The clients' metric, that of unseen clients, and how many are worse off."""
-    if not runs:
-        return ["client_accuracy"]
-    main = derived.main_metric(runs[0])
-    names = [main, main.replace("client_", "unseen_")]
-    found = [n for n in names if any(n in run.summary["metrics"] for run in runs)]
-    if main not in runs[0].summary["metrics"]:  # --eval_moments=after
-        return [main.replace("client_", "trained_"), *found]
-    return [*found, "bottom_decile", *["hurt"] * bool(control)]
+def _usual(of_setting: Sequence[Sequence[Record]], control: str) -> list[str]:
+    """The clients' metric, that of unseen clients, and how many are worse off.
+
+    Settings may have metrics of their own, as images beside a text have.
+    """
+    out: dict[str, None] = {}
+    for runs in filter(None, of_setting):
+        main = derived.main_metric(runs)
+        names = [main, main.replace("client_", "unseen_")]
+        has = set().union(*(run.summary["metrics"] for run in runs))
+        if runs[0].flags.get("eval_moments") == "after":
+            names[:1] = [main.replace("client_", "trained_"), main]
+            names = [name for name in names if name in has or "trained_" in name]
+        elif main in has or (server := main.replace("client_", "global_")) not in has:
+            names = [name for name in names if name in has or name == main]
+            names += ["bottom_decile", *["hurt"] * bool(control)]
+        else:  # test rows belong to nobody
+            names = [server]
+        out |= dict.fromkeys(names)
+    return sorted(out, key=lambda name: name in derived.TITLES) or ["client_accuracy"]
 
 
 def _entries(
@@ -410,7 +444,7 @@ def _values(
         is_best |= p_best is not None and p_best >= significance.LEVEL
         is_best &= is_ranked and row in whole
         gap = sign * (means[row] - means.get(control, 0.0))
-        has_spread = len(entry["per_seed"]) > 1 or "seeds" not in entry
+        has_spread = len(entry["per_seed"]) > 1
         numbers = entry["mean"], entry["std"] if has_spread else None
         shown = mark(how, gap, p, side)
         beside = None

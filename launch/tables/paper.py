@@ -31,7 +31,9 @@ def of_dataset(sheet: Sheet, dataset: str, masked_loss: str | None = None) -> Sh
         # The names of the server's model and of pooled clients are shorter.
         names = [name.removeprefix("global_").removesuffix("_pooled") for name in names]
         names = list(dict.fromkeys(names))
-    return {**sheet, "metrics": names}
+    columns = sheet.get("columns", "percent").replace("percent", "perplexity")
+    kept = {"columns": columns} if "columns" in sheet or len(names) == 1 else {}
+    return {**sheet, "metrics": names, **kept}
 
 
 def sheet(
@@ -183,7 +185,7 @@ def _by_client(control: str, value: str, runs: Mapping[str, Done]) -> Grid:
             return ["missing"] * 3
         sides = [np.array(known[one][name], float) for one in (row, control)]
         gap = sides[0] - sides[1] if name == "accuracy" else sides[1] - sides[0]
-        found = gap > 0, gap < 0, np.isfinite(gap)
+        found = gap > 1e-9, gap < -1e-9, np.isfinite(gap)
         return [f"{one.all(0).sum()}" for one in found]
 
     body = [(row, counts(row)) for row in runs if row != control]

@@ -83,10 +83,11 @@ def best(
 
     The metric is the first of `summaries.CHOOSING` that was measured. Where fine-tuning
     is allowed (`may_tune`) its twin counts too, and no fine-tuning is better if they
-    are equal. A point that diverged wins only if all did. Raises a ValueError if there
-    are no validation rows.
+    are equal. A point that diverged wins only if all did, and one of whose seeds some
+    have no value, as fine-tuning diverged, only if all are. Raises a ValueError if
+    there are no validation rows.
     """
-    found: list[tuple[float, Choice]] = []
+    found: list[tuple[bool, float, Choice]] = []
     whole = [one for one in points if not one[1]["diverged"]]
     names = _choosing([part["metrics"] for _, part in whole or points], may_tune)
     if whole and not names:
@@ -97,13 +98,14 @@ def best(
             if name not in part["metrics"]:
                 continue
             sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
-            value = part["metrics"][name]["mean"]
-            chosen = Choice(dict(options), name, value, is_fine_tuned)
-            found.append((sign * value, chosen))
+            entry = part["metrics"][name]
+            chosen = Choice(dict(options), name, entry["mean"], is_fine_tuned)
+            found.append(("seeds" not in entry, sign * entry["mean"], chosen))
     if not found:
         raise ValueError("study: tune: all values diverged; give smaller ones")
-    top = max(score for score, _ in found)
-    chosen, *others = [one for score, one in found if score == top]
+    best = max((is_of_all, score) for is_of_all, score, _ in found)
+    top, equal = best[1], [one for *score, one in found if tuple(score) == best]
+    chosen, *others = sorted(equal, key=lambda one: one.is_fine_tuned)
     is_whole = metric_kinds.of(chosen.metric) is metric_kinds.Kind.FRACTION and top == 1
     ends = tuple(
         name

@@ -154,6 +154,11 @@ def test_momentum_distillation(problem):
             {"momentum_distill_weight": 0.2, "level_mix": "1:1:1", "levels": "maximum"},
             "distill_weight=0.2 has no effect where all clients that may train have",
         ),
+        (
+            None,
+            {"momentum_distill_weight": 0.2, "level_mix": "1:0:1"},
+            "weight=0.2: level 2 has no client, of which the level below would learn",
+        ),
         ("tiny", {"level_mix": "1"}, "--model=tiny has one exit"),
         (None, {"level_mix": "1:1"}, "=1:1 has 2 levels, --model=with_exits has 3"),
     ],

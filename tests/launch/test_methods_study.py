@@ -78,10 +78,13 @@ def test_choices_are_the_best_validation(done):
 def test_metrics_that_resemble_ours_are_refused():
     """Before anything runs; those of exits, classes and own ones are not."""
     names = ["val_client_accuracy", "exit2_accuracy", "hurt", "mine"]
+    names.append("client_accuracy_mlp")
     assert not [one for one in made(metrics=names).notes if "the metric" in one]
     wanted = "metric clinet_accuracy is none of this package; did you mean client_acc"
     with pytest.raises(ValueError, match=f"^study: metrics: the {wanted}uracy.$"):
         made(metrics=["clinet_accuracy"])
+    with pytest.raises(ValueError, match="train_loss is in records, and in no table"):
+        made(metrics=["train_loss"])
     # A metric of one's own may have such a name.
     (note,) = made(metrics=["clinet_accuracy"], eval_metrics="macro_f1").notes[-1:]
     assert wanted in note
@@ -415,8 +418,9 @@ def test_what_a_table_cannot_say(done):
             done.table(**given)
     (line,) = [one for one in done.table(["client_acuracy"]).notes if "acura" in one]
     assert line.endswith("has this metric; did you mean client_accuracy?")
-    after = record.Record(None, {}, [], {}, {"metrics": {"trained_accuracy": {}}})
-    assert table._usual([after], "") == ["trained_accuracy"]
+    flags, metrics = {"eval_moments": "after"}, {"trained_accuracy": {}}
+    after = record.Record(None, flags, [], {}, {"metrics": metrics})
+    assert table._usual([[after]], "") == ["trained_accuracy"]
     with pytest.raises(ValueError, match="the study has none; omit it"):
         done.plot(setting="alpha 1")
 
@@ -1157,6 +1161,83 @@ def test_unlike_rows_are_not_ranked(changed, reason):
     assert (line in made.notes) == bool(reason)
 
 
+def of_text(name, **changed):
+    """The same of a text, whose perplexities are 50 times as large."""
+    run = pair(name)
+    entry = run.summary["metrics"]["client_accuracy"]
+    entry = {
+        "mean": 50 * entry["mean"],
+        "std": 5.0,
+        "per_seed": [50 * one for one in entry["per_seed"]],
+    }
+    clients = {n: x for n, x in run.clients.items() if n != "accuracy"}
+    clients["perplexity"] = 50 * run.clients["accuracy"]
+    summary = run.summary | {"metrics": {"client_perplexity": entry}}
+    return run._replace(clients=clients, summary=summary)
+
+
+def test_settings_of_images_and_of_a_text():
+    """Each has its own metric, unit and direction, whichever comes first."""
+    images = {name: pair(name) for name in ("fedavg", "local")}
+    texts = {name: of_text(name) for name in images}
+    better = texts["local"].summary["metrics"]["client_perplexity"]
+    better["mean"] -= 1
+    for settings in ({"a": images, "b": texts}, {"b": texts, "a": images}):
+        made = table.made(settings, [], "fedavg")
+        shown = {(one.setting, one.metric.name): one for one in made.columns}
+        decile = shown["b", "bottom_decile"]
+        assert (decile.metric.unit, decile.metric.better) == ("", "lower")
+        assert decile.values[0].text.startswith("32.5")  # the worst
+        assert shown["a", "bottom_decile"].values[0].text.startswith("45.0")
+        perplexity = shown["b", "client_perplexity"].values
+        assert [one.is_best for one in perplexity][1]
+        assert shown["a", "client_accuracy"].values[0].mean is not None
+        until = " ".join(table.made(settings, ["until_rounds"], "fedavg").notes)
+        assert "reaches 0.95 of FedAvg's" in until and "down to 1 / 0.95" in until
+
+
+def test_a_first_row_that_diverged_decides_no_columns():
+    """A text that diverged has no perplexities."""
+    wild, tame = of_text("fedavg"), of_text("local")
+    wild = wild._replace(
+        summary=wild.summary | {"metrics": {}, "diverged": 1},
+        records=[one | {"diverged": 1} for one in wild.records],
+    )
+    names = [
+        [one.metric.name for one in table.made({"": runs}, [], "local").columns]
+        for runs in ({"w": wild, "local": tame}, {"local": tame, "w": wild})
+    ]
+    assert names == [["client_perplexity", "bottom_decile", "hurt"]] * 2
+
+
+def test_c_gen_of_other_clients_is_not_ranked():
+    """Those of the next round beside all; other columns are ranked."""
+    runs = {name: pair(name) for name in ("fedavg", "local")}
+    flags = {"eval_clients": "selected", "clients_per_round": "2"}
+    for one in runs.values():
+        one.summary["metrics"]["c_gen"] = one.summary["metrics"]["client_accuracy"]
+        one.flags.update(flags)
+    for kind, is_apart in (("selected", False), ("all", True)):
+        runs["local"].flags["eval_clients"] = kind
+        made = table.made({"": runs}, ["client_accuracy", "c_gen"], "fedavg")
+        ranked = [any(v.is_best for v in one.values) for one in made.columns]
+        assert ranked == [True, not is_apart]
+        line = "C-Gen: no value is bold or marked, as the runs differ in eval_clients"
+        assert is_apart == any(one.startswith(line) for one in made.notes)
+
+
+def test_one_seed_has_no_deviation():
+    """Nor does the frame say 0."""
+    run = pair("fedavg")
+    run.summary["metrics"]["client_accuracy"] = {
+        "mean": 0.5,
+        "std": 0.0,
+        "per_seed": [0.5],
+    }
+    made = table.made({"": {"fedavg": run}}, ["client_accuracy"], "")
+    assert made.columns[0].values[0].std is None
+
+
 def test_other_rounds_are_said():
     """A tuned number of rounds is part of a method."""
     runs = {"fedavg": pair("fedavg"), "local": pair("local", flags={"rounds": "2"})}
@@ -1400,6 +1481,26 @@ def test_fine_tuning_wins_where_it_is_better(tuned, expected):
     chosen = tuning.best(points, RATES, True)
     assert (chosen.is_fine_tuned, chosen.value) == (expected, max(tuned, 0.5))
     assert not tuning.best(points, RATES, False).is_fine_tuned
+
+
+def test_equal_points_are_not_fine_tuned():
+    """Also where the first of them would be."""
+    points = [
+        point(1, client_accuracy=0.8, fine_tuned_accuracy=0.9),
+        point(2, client_accuracy=0.9, fine_tuned_accuracy=0.85),
+    ]
+    chosen = tuning.best(points, RATES, True)
+    assert (chosen.options, chosen.is_fine_tuned) == ({"client_lr": 2}, False)
+
+
+def test_a_mean_of_some_seeds_wins_only_alone():
+    """Fine-tuning diverged in the others, and the rest is no better for it."""
+    points = [
+        point(n, client_accuracy=0.5, fine_tuned_accuracy=0.8 + n / 10) for n in (0, 1)
+    ]
+    points[1][1]["metrics"]["val_fine_tuned_accuracy"] |= {"seeds": [1], "of_seeds": 3}
+    chosen = tuning.best(points, RATES, True)
+    assert (chosen.options, chosen.value) == ({"client_lr": 0}, 0.8)
 
 
 def test_a_switch_has_no_ends():

@@ -1,6 +1,7 @@
 """Validation rows, clients that never train, and models adapted before measuring."""
 
 import functools
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -380,6 +381,25 @@ def test_fine_tuning_of_few_large_clients():
     assert last["fine_tuned_loss"] == pytest.approx(last["client_loss"], rel=1e-5)
     expected = pytest.approx(alone.metrics[0]["fine_tuned_loss"], rel=1e-6)
     assert first["fine_tuned_loss"] == expected
+
+
+def test_somebody_trains_the_largest_level():
+    """A seed in which all that hold it are unseen is refused, with the next level."""
+    given = {"algo": "heterofl", "level_mix": "2:2:1", "clients_per_round": 2}
+    given |= {"num_clients": 5, "unseen_clients": 1, "num_seeds": 2}
+    outcomes = set()
+    for seed in range(8):
+        try:
+            made = planned(**given, seed=seed)
+        except ValueError as error:
+            words = r"--unseen_clients=1: with seed (\d+) all .* level 3 .*max_level=2$"
+            assert int(re.match(words, str(error))[1]) in (seed, seed + 1)
+            assert planned(**given, seed=seed, max_level=2)
+            outcomes.add("refused")
+        else:
+            assert not np.asarray(made.data.partition.is_unseen)[:, -1].any()
+            outcomes.add("made")
+    assert outcomes == {"refused", "made"}
 
 
 def test_accuracies_by_architecture(monkeypatch):

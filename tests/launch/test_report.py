@@ -351,6 +351,28 @@ def test_values_without_a_common_seed():
     assert text.endswith("has no value of the same seed.")
 
 
+def test_a_mean_of_some_seeds_is_not_the_best():
+    """As in a table: the other seeds diverged."""
+    pair = [entry(n, [[x, x]] * 2) for n, x in (("fedavg", 0.5), ("local", 0.9))]
+    of = pair[1].summary["metrics"]["client_accuracy"]
+    of |= {"seeds": [1], "of_seeds": 2, "per_seed": [0.9]}
+    metric = words.metric("client_accuracy")
+    assert not page_lib._cells(pair, metric)[1].is_best
+    assert page_lib._answer(pair, metric, pair[0]).startswith("fedavg reaches 50.0")
+
+
+def test_a_hash_with_a_public_set_tells_nothing_of_the_data():
+    """Runs of one data set are compared, also where one has public images."""
+    pair = [entry(n, [[x, x]] * 2) for n, x in (("fedavg", 0.5), ("fedmd", 0.9))]
+    hashes, flags = {"data_sha256": "a"}, {"public_set": "npz:public.npz"}
+    flags |= pair[1].run.flags
+    runs = pair[0].run._replace(hashes=hashes), pair[1].run._replace(flags=flags)
+    runs = runs[0], runs[1]._replace(hashes={"data_sha256": "b"})
+    pair = [one._replace(run=run) for one, run in zip(pair, runs, strict=True)]
+    text = page_lib._answer(pair, words.metric("client_accuracy"), pair[0])
+    assert "+40.0" in text and "another data set" not in text
+
+
 def test_names_in_markdown():
     """A tag would be dropped, and a line's end would end the row."""
     (*_, row) = sheets.lines(["a|b"], [("<c>\nd", ["1"])])

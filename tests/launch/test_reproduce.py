@@ -593,6 +593,16 @@ def test_tables_of_losses_at_chosen_positions(table, expected):
     assert set(expected) <= set(titles), titles
 
 
+def test_a_table_of_a_text_is_not_in_percent():
+    """Also where its file says so, or one metric has no head of its own."""
+    images = {"metrics": ["global_accuracy"], "columns": "percent, the ensemble"}
+    found = paper.of_dataset(images, "kjv")
+    assert found["columns"] == "perplexity, the ensemble"
+    found = paper.of_dataset({"metrics": ["global_accuracy"]}, "kjv")
+    assert found["columns"] == "perplexity"
+    assert paper.of_dataset(images, "mnist")["columns"] == "percent, the ensemble"
+
+
 def test_a_single_number_is_beside_every_metric():
     """The paper does not say when it was measured."""
     metrics = {"client_accuracy": entry(0.9), "global_accuracy": entry(0.7)}
