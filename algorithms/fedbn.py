@@ -46,9 +46,10 @@ def without_norms(model: types.Model, shape: tuple[int, ...]) -> boundary.Divisi
 
     moving = set(modules(like.stats))
     if not moving:
+        such = ", such as resnet18" if len(shape) == 3 else " (your own)"
         raise ValueError(
             f"--algo=fedbn: --model={model.name} has no batch norm, so that nothing "
-            "would stay with a client; take a model that has one, such as resnet18, or "
+            f"would stay with a client; take a model that has one{such}, or "
             "--algo=fedavg"
         )
     # Statistics of own linen modules are below the name of their collection.

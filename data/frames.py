@@ -58,8 +58,8 @@ def from_csv(
             names = read(nrows=0, index_col=False).columns
             # pandas would rename the second of two columns `a` to `a.1`.
             header = read(nrows=1, header=None, dtype=str, keep_default_na=False)
-            given = {label} if label else _called(names, LABELS)
-            given |= {owner} if owner else _called(names, OWNERS)
+            given = {_named(names, label)} if label else _called(names, LABELS)
+            given |= {_named(names, owner)} if owner else _called(names, OWNERS)
             # As text "NA" is a name, and "01" is not "1".
             as_text = {name: str for name in names if name in given}
             missing = {name: _MISSING for name in names if name not in given}
@@ -265,6 +265,7 @@ def chosen(names: Sequence[str], label: str, owner: str) -> tuple[str, str]:
     usual one.
     """
     usual = sorted(_called(names, LABELS), key=list(names).index)
+    label, owner = _named(names, label), _named(names, owner)
     label = label or (usual[0] if len(usual) == 1 else "")
     owned = _called(names, OWNERS) - {label}
     owner = owner or (owned.pop() if len(owned) == 1 else "")
@@ -296,6 +297,12 @@ def check_names(names: Sequence[str]) -> None:
         raise ValueError(f"{reason}; rename it, or write files with index=False")
 
 
+def _named(names: Sequence[str], wanted: str) -> str:
+    """The wanted column; of a file written with `, ` its name begins with a space."""
+    found = [name for name in names if wanted and name.strip() == wanted.strip()]
+    return found[0] if wanted not in names and len(found) == 1 else wanted
+
+
 def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
     """Returns the columns that have one of the usual names, in any case."""
     return {name for name in names if name.strip().lower() in usual}
@@ -317,7 +324,7 @@ def _check_features(frame: pandas.DataFrame) -> None:
             reasons[name] = "says which rows test"
     if reasons:
         found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
-        cure = f"name the owner with --owner={next(iter(reasons))}"
+        cure = f"name the owner with --owner={next(iter(reasons)).strip()}"
         if "says which rows test" in reasons.values():
             cure = "give the test rows as test=frame from Python"
         raise ValueError(

@@ -130,9 +130,8 @@ def parse(
         swept = _values("sweep", argv[1:])
         _only("sweep", swept, "", "; all combinations are one --sweep='{}'")
         if (HELP | {"--helpfull"}) & set(arguments[1:]):
-            pairs = [a.removeprefix("--").partition("=") for a in arguments]
-            given = {name: value for name, _, value in pairs}
-            help_for(algo, extra, given.get("dataset", ""), given.get("preset", ""))
+            given = (_values(one, arguments[1:]) for one in ("dataset", "preset"))
+            help_for(algo, extra, *(values[-1] if values else "" for values in given))
         fields, kinds = registry.fields_of(algo), registry.option_types(algo)
         values = defined(fields, kinds)
         if extra is not None:

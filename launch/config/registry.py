@@ -254,8 +254,11 @@ def unknown_option(name: str, algo: Any) -> str:
     return f"--{name} is not a flag of {shown}{meant(name, fields_of(algo))}"
 
 
-def meant(name: str, known: Collection[str]) -> str:
-    """A hint at the known option with a name of another framework, or one like it."""
+def meant(name: str, known: Collection[str], sign: str = "--") -> str:
+    """A hint at the known option with a name of another framework, or one like it.
+
+    `sign` is what an option is written with.
+    """
     elsewhere, plain = tomllib.loads(_ELSEWHERE.read_text()), name.replace("-", "_")
     ours = (n for n, others in elsewhere.items() if plain in others and n in known)
-    return options.nearest(next(ours, name), known, "--")
+    return options.nearest(next(ours, name), known, sign)

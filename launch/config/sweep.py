@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedjax_pfl import options
+from launch.config import registry
 
 Point = dict[str, float]
 
@@ -85,10 +86,10 @@ def of(line: str, hparams: Any, other_names: Sequence[str] = ()) -> list[Point]:
     for name in found[0]:
         why = _why_not(name, known, hparams, other_names)
         if why:
-            raise ValueError(
-                f"--sweep={line}: {name} {why}; from Python build.compare({{...}}) "
-                "runs any settings side by side"
-            )
+            is_unknown = name not in other_names and name not in known
+            hint = registry.meant(name, known, "") if is_unknown else ""
+            cure = "; from Python build.compare({...}) runs any settings side by side"
+            raise ValueError(f"--sweep={line}: {name} {why}{hint or cure}")
     every = settings(line, hparams)
     options.validate(*every)
     for name, value in found[0].items():
@@ -131,7 +132,7 @@ def _why_not(
     if name in other_names:
         return "shapes the data, the models or the run"
     if name not in known:
-        return f"is not an option of this algorithm{options.nearest(name, known)}"
+        return "is not an option of this algorithm"
     value = getattr(hparams, name)
     if _is_float(known[name]):
         if known[name].metadata.get("is_static"):

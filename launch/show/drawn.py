@@ -118,7 +118,7 @@ def _over(entries: Entries, metric: words.Metric) -> list[dict[str, str]]:
         having = [entry for entry in entries if _has(entry, x)]
         if not _moves(having, metric):
             continue
-        if silent := [entry.name for entry in entries if entry not in having]:
+        if silent := [entry.name for entry in entries if not _has(entry, x)]:
             caption += f" Not drawn, as they have none: {', '.join(silent)}."
         out.append(_curves(having, metric, x, caption))
     return out

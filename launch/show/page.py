@@ -38,8 +38,11 @@ Columns = list[tuple[str, list[Cell]]]  # (head, a cell for each run)
 def read(folders: Sequence[pathlib.Path], names: Sequence[str] = ()) -> list[Entry]:
     """Reads finished runs, by default named by algorithm and differing options.
 
-    Raises a ValueError if a folder holds no finished run, or a damaged one.
+    A folder that is given twice is one run, unless its `names` differ. Raises a
+    ValueError if a folder holds no finished run, or a damaged one.
     """
+    if not names:
+        folders = list({one.resolve(): one for one in folders}.values())
     found = [record.by_point(record.read(folder)) for folder in folders]
     runs = [run for points in found for run in points]
     for run in runs:

@@ -193,7 +193,8 @@ class Asked:
         known = [registry.fields_of(own["algo"]) for own in self.methods.values()]
         for name in self.tune:
             if not any(name in fields for fields in known):
-                raise ValueError(f"study: tune: no method has the option {name}")
+                hint = registry.meant(name, set().union(*known), "")
+                raise ValueError(f"study: tune: no method has the option {name}{hint}")
         notes = [note for one in of_settings.values() for note in one.notes]
         notes += self._check_metrics(
             [run for one in of_settings.values() for run in one.runs]

@@ -124,5 +124,7 @@ def test_norms_of_own_modules_are_found(given):
 
 def test_a_model_without_batch_norm_is_refused(problem):
     line = "--algo=fedbn: --model=tiny has no batch norm.*--algo=fedavg"
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(ValueError, match=line) as error:
         fedbn.make(fedbn.HParams(), problem.task_of())
+    is_image = len(problem.task_of().example_shape) == 3
+    assert ("resnet18" in str(error.value)) == is_image

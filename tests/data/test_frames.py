@@ -84,6 +84,16 @@ def test_csv(tmp_path, opened, suffix):
     check(loaders.load(f"csv:{path}", "", label="species", owner="site"))
 
 
+@pytest.mark.parametrize("label", ["species", " species"])
+def test_columns_behind_a_space(label, tmp_path):
+    """Of a file with `, ` between columns, named with the space or without."""
+    path = tmp_path / "trees.csv"
+    text = FRAME.to_csv(index=False)
+    first, rest = text.split("\n", 1)
+    path.write_text("\n".join([first.replace(",", ", "), rest]))
+    check(loaders.load(f"csv:{path}", "", label=label, owner="site"))
+
+
 @pytest.mark.parametrize("name", frames.LABELS)
 def test_usual_names_of_labels(name):
     """One of them is the label unless another column is named."""

@@ -341,6 +341,16 @@ def test_help_of_the_default_and_in_any_place(capsys, in_file):
     assert "--label_mix=" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "form", ["--preset=pfllib", "--preset pfllib", "-preset=pfllib"]
+)
+def test_help_has_the_presets_defaults_in_any_form(form, capsys):
+    """As absl takes options."""
+    with pytest.raises(SystemExit):
+        main.main(["main", "--algo=fedavg", *form.split(), "--help"])
+    assert "(--preset=pfllib)" in capsys.readouterr().out
+
+
 def test_contract_names_exist():
     """The names in architecture.md's list are options of every or some algorithm."""
     common = """algo preset dataset data_dir model client_model partition

@@ -77,14 +77,18 @@ def test_choices_are_the_best_validation(done):
 
 def test_metrics_that_resemble_ours_are_refused():
     """Before anything runs; those of exits, classes and own ones are not."""
-    names = ["val_client_accuracy", "exit2_accuracy", "hurt", "mine"]
-    names.append("client_accuracy_mlp")
+    names = ["val_client_accuracy", "exit2_accuracy", "hurt", "client_accuracy_mlp"]
     assert not [one for one in made(metrics=names).notes if "the metric" in one]
     wanted = "metric clinet_accuracy is none of this package; did you mean client_acc"
     with pytest.raises(ValueError, match=f"^study: metrics: the {wanted}uracy.$"):
         made(metrics=["clinet_accuracy"])
-    with pytest.raises(ValueError, match="train_loss is in records, and in no table"):
-        made(metrics=["train_loss"])
+    for name, line in (
+        ("train_loss", "train_loss is in records, and in no table"),
+        ("acc", "metric acc is none of this package$"),
+        ("auc", "metric auc is none of this package"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            made(metrics=[name])
     # A metric of one's own may have such a name.
     (note,) = made(metrics=["clinet_accuracy"], eval_metrics="macro_f1").notes[-1:]
     assert wanted in note
@@ -278,6 +282,7 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"control": "fedper"}, "expected one of local, fedavg, fedavg+ft"),
         ({"fine_tune_epochs": 0}, "fedavg+ft needs fine_tune_epochs"),
         ({"tune": {"proximal_weight": [1.0, 2.0]}}, "no method has the option"),
+        ({"tune": {"lr": [1.0, 2.0]}}, "the option lr; did you mean client_lr"),
         ({"tune": {"client_lr": [1.0, 1.0]}}, "expected different values"),
         ({"num_seeds": 2}, "is decided by the study"),
         ({"methods": {"local": {"sweep": "client_lr=0.1,0.2"}}}, "row local: sweep"),

@@ -351,6 +351,15 @@ def test_values_without_a_common_seed():
     assert text.endswith("has no value of the same seed.")
 
 
+def test_a_folder_that_is_given_twice(folders, undrawn):
+    """It is one run, unless both have names of their own."""
+    twice = [folders[0], folders[1], folders[0].parent / "." / "fedavg"]
+    assert [one.name for one in page_lib.read(twice)] == ["FedAvg", "Local"]
+    named = page_lib.read(twice[::2], ["a", "b"])
+    assert [one.name for one in named] == ["a", "b"]
+    page_lib.page(named)
+
+
 def test_a_mean_of_some_seeds_is_not_the_best():
     """As in a table: the other seeds diverged."""
     pair = [entry(n, [[x, x]] * 2) for n, x in (("fedavg", 0.5), ("local", 0.9))]

@@ -230,7 +230,8 @@ def test_resumed_it_is_the_same(swept, blobs, tmp_path):
         ("partition_alpha=0.1,1", "partition_alpha shapes the data.*compare"),
         ("model_width=0.5,1", "model_width shapes the data.*compare"),
         ("client_rl=0.1,0.5", "an option of this algorithm; did you mean client_lr?"),
-        ("density=0.1,0.5", "density is not an option of this algorithm"),
+        ("lr=0.1,0.5", "lr is not an option of .*; did you mean client_lr.$"),
+        ("density=0.1,0.5", "density is not an option of this algorithm; .*compare"),
         ("weight_decay=0,0.1", "0 takes weight_decay out of the program"),
     ],
 )
