@@ -17,6 +17,9 @@ from launch.machine import devices, processes
 from launch.run.stop import Stop
 from launch.show import words
 
+# Options that a folder does not record, and a run that goes on still needs
+_OF_A_PROCESS = ("wandb", "emulate", "compile_cache")
+
 
 def execute(given: dict[str, Any]) -> dict[str, Any]:
     """Builds, runs and reports one experiment; returns its summary.
@@ -77,6 +80,9 @@ def _execute(
         same = [f"--flagfile={folder.path / 'run.flags'}"]
         same += [f"--algo={algo}"] * is_file
         same += [f"--workdir={folder.path}"]
+        # Those of this process that the folder does not record
+        here = {name: getattr(config, name) for name in _OF_A_PROCESS}
+        same += [f"--{name}={value}" for name, value in here.items() if value]
         say(
             f"stopped after round {experiment.round}; continue with: "
             f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "

@@ -100,10 +100,12 @@ def test_a_stopped_run_is_continued_with_its_file(
 
     monkeypatch.setattr(main, "Stop", Stopped)
     with pytest.raises(SystemExit):
-        run(blobs, tmp_path / "run", pulled)
+        run(blobs, tmp_path / "run", pulled, "--emulate=accelerator")
     line = capsys.readouterr().err.strip().splitlines()[-1]
     words = line.partition("launch.main ")[2].split()
     monkeypatch.undo()
+    # Which the folder does not record
+    assert "--emulate=accelerator" in words
     main.main(["main", *words])
     assert build.load(tmp_path / "run", algo=pulled).round == 2
 
