@@ -51,6 +51,19 @@ def gives_nan(model: types.Model, x: np.ndarray) -> bool:
     return not all(np.isfinite(one).all() for one in jax.tree.leaves(out))
 
 
+def sums_to_one(model: types.Model, x: np.ndarray) -> bool:
+    """Whether outputs are no logits: none below 0, and those of an example sum to 1."""
+    params, stats = model.init(jax.random.key(0), x)
+    out, _ = model.forward(moved(params), stats, x)
+    every = [np.asarray(one, np.float32) for one in jax.tree.leaves(out)]
+    return all(
+        one.shape[-1] > 1
+        and (one >= 0).all()
+        and np.allclose(one.sum(-1), 1, atol=1e-3)
+        for one in every
+    )
+
+
 def reads_another_row(model: types.Model, x: np.ndarray) -> bool:
     """Whether the last word of rows int[B, T] is taken for the one before it.
 

@@ -54,13 +54,24 @@ def check_model(
         ) from error
 
 
+_STANDS_STILL = (
+    "has statistics that train mode does not change; if they should, a linen module "
+    "learns the mode as `train`, `training`, `is_training`, `deterministic` or "
+    "`use_running_average` of its __call__"
+)
+_IS_NORMALISED = (
+    "gives numbers that sum to 1 for each example, as a softmax does; the loss takes "
+    "logits, so leave it out"
+)
+
+
 def check_own(
     flag: str, model: types.Model, num_classes: int, width: float, examples: np.ndarray
-) -> tuple[str, bool]:
+) -> tuple[str, tuple[str, ...]]:
     """Refuses a custom model that does not give logits of all classes (ValueError).
 
     `examples` are a few normalised examples. The results are `computed.of_model`'s
-    hash, and whether the model has statistics that train mode does not change.
+    hash, and what of the model is probably not meant, as ends of sentences about it.
     """
     shape = examples.shape[1:]
     if width != 1:
@@ -83,7 +94,7 @@ def _ask(
     shape: tuple[int, ...],
     dtype: np.dtype,
     buffer: bytes,
-) -> bool:
+) -> tuple[str, ...]:
     """Makes the checks of `check_own` that compile programs, once for the same model.
 
     Equal modules may refer to objects that have changed, and then differ in `digest`.
@@ -122,7 +133,9 @@ def _ask(
             "a batch; a module that mixes examples, such as a norm over the batch, "
             "names `sample_mask` bool[B], the real ones, in its __call__"
         )
-    return stands_still
+    odd = {_STANDS_STILL: stands_still}
+    odd[_IS_NORMALISED] = own_checks.sums_to_one(model, examples)
+    return tuple(words for words, is_so in odd.items() if is_so)
 
 
 def _check_logits(

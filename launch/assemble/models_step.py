@@ -25,8 +25,8 @@ class Models(NamedTuple):
         teacher, taught: The model of `--teacher` and its variables, or None and ().
         known: The facts that the files of `--init_from` and `--teacher` record.
         hashes: Hashes of what custom models compute, by name.
-        notes: A line for each model whose last exit serves alone, or whose statistics
-            stand still.
+        notes: A line for each model whose last exit serves alone, or of which
+            something is probably not meant.
     """
 
     server: types.Model
@@ -114,7 +114,7 @@ def _by_name(
     """Makes models by name, checked on the data, with hashes of the custom ones.
 
     A line is returned for each model whose last exit serves alone, since the method
-    has no use for the others, and for each whose statistics stand still.
+    has no use for the others, and for each of which something is probably not meant.
     """
     config, source = settings.config, settings.source
     by_name = {name: _model(settings, name) for name in dict.fromkeys(names)}
@@ -139,14 +139,8 @@ def _by_name(
             continue
         sizes = source.num_classes, config.model_width
         few = _few_examples(settings, normal)
-        hashes[name], stands_still = fit.check_own(flag, model, *sizes, few)
-        if stands_still:
-            notes.append(
-                f"--{flag}={name} has statistics that train mode does not change; if "
-                "they should, a linen module learns the mode as `train`, `training`, "
-                "`is_training`, `deterministic` or `use_running_average` of its "
-                "__call__"
-            )
+        hashes[name], odd = fit.check_own(flag, model, *sizes, few)
+        notes += [f"--{flag}={name} {words}" for words in odd]
         hparams = settings.hparams
         starts = {
             "--noshared_init": not getattr(hparams, "shared_init", True),

@@ -314,6 +314,14 @@ def test_a_module_s_values_are_those_of_all_clients():
     assert not any("begin with the same numbers" in one for one in run.notes)
 
 
+@pytest.mark.parametrize("last, is_odd", [(nn.softmax, 1), (nn.log_softmax, 0)])
+def test_a_softmax_at_the_end_is_noted(last, is_odd):
+    """The loss would take that of it again; of a log softmax it is the same."""
+    given = nn.Sequential([nn.Dense(2), last])
+    lines = made(model=given, algo="fedavg").notes
+    assert sum("leave it out" in one for one in lines) == is_odd
+
+
 def test_statistics_that_no_mode_moves_are_noted():
     """The run begins all the same, as a frozen norm may be meant."""
     (line,) = [one for one in made(model=Deaf(), algo="fedavg").notes if "train" in one]
