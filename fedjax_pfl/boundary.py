@@ -132,6 +132,11 @@ def divided(
     """
     like = shapes.variables(model, example_shape)
     if not isinstance(is_sent, types.Variables):
+        if len(is_sent) != len(model.stage_names):
+            raise ValueError(
+                f"divided: {len(is_sent)} bools, {model.name} has "
+                f"{len(model.stage_names)} stages; give one for each"
+            )
         is_sent = types.Variables(tuple(is_sent), tuple(is_sent))
     return Division(like, tuple(jax.tree.leaves(jax.tree.broadcast(is_sent, like))))
 

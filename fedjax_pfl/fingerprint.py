@@ -59,6 +59,17 @@ def of(fn: Callable[..., Any], *args: Any, gradient: bool = False) -> str:
     return digest.hexdigest()
 
 
+def of_python(value: Any) -> str:
+    """The SHA-256 of a function of Python, such as one that runs on the host.
+
+    Its code and all values that it holds count, except globals.
+    """
+    digest = hashlib.sha256()
+    for part in _of_python(value):
+        digest.update(part.tobytes())
+    return digest.hexdigest()
+
+
 def _constants(jaxpr: core.ClosedJaxpr) -> Iterator[np.ndarray]:
     """The arrays in a jaxpr, including those of inner jaxprs."""
     for constant in jaxpr.consts:

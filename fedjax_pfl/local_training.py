@@ -279,6 +279,7 @@ def _masks(
     """
 
     def as_prefix(mask: Any) -> Any:
+        mask = tuple(mask) if isinstance(mask, list) else mask
         mask = jax.tree.map(lambda part: jnp.asarray(part) & real, mask)
         if not isinstance(mask, jax.Array):
             return mask

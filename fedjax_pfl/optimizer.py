@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl import boundary, options, shapes, stacked, types
+from fedjax_pfl import fingerprint as fingerprint_lib
 from fedjax_pfl.rows import views
 
 # Optimizers of optax that need only a learning rate and gradients, and treat each entry
@@ -187,7 +188,7 @@ def custom(given: Any, option: str = "client_optimizer") -> Custom:
     one line, for anything else.
     """
     if isinstance(given, optax.GradientTransformation):
-        return _tried(Custom("own_transformation", given, False, option))
+        return Custom("own_transformation", given, False, option)
     made = None
     if callable(given):
         try:
@@ -208,14 +209,14 @@ def custom(given: Any, option: str = "client_optimizer") -> Custom:
         )
     name = getattr(given, "__name__", type(given).__name__)
     name = re.sub(r"\W+", "", name) or "lambda"
-    return _tried(Custom(f"own_{name}", given, True, option))
+    return Custom(f"own_{name}", given, True, option)
 
 
-def _tried(own: Custom) -> Custom:
-    """The same optimizer, after a step on two parameters.
+def try_step(own: Custom, params: types.Params) -> None:
+    """Traces a step of a custom optimizer on a model's parameters, or their shapes.
 
-    Raises ValueError if it needs more than gradients and parameters, or if the state of
-    a client's cannot be masked.
+    Raises ValueError if it needs more than gradients and parameters, if it does not fit
+    this model, or if the state of a client's cannot be masked.
     """
 
     def trained(learning_rate: Any, params: Any) -> Any:
@@ -228,51 +229,72 @@ def _tried(own: Custom) -> Custom:
 
     try:
         # The learning rate is a tracer in every run, so that it may be swept.
-        before, after = jax.eval_shape(trained, 0.1, PROBE)
+        before, after = jax.eval_shape(trained, 0.1, params)
     except Exception as error:  # whatever the user's functions raise
         raise ValueError(
-            f"{own.option}: {own} fails on gradients and parameters alone, or on a "
-            f"learning rate that is traced ({options.reason(error)})"
+            f"{own.option}: {own} fails on gradients and parameters alone, with the "
+            f"{len(params)} stages of this model, or on a learning rate that is traced "
+            f"({options.reason(error)})"
         ) from error
     if _kinds(before) != _kinds(after):
         raise ValueError(
             f"{own.option}: {own} changes the shapes or types of parameters or of its "
             "state in a step"
         )
-    return own
 
 
 def _kinds(tree: Any) -> list[tuple[Any, Any]]:
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-def check(hparams: Any) -> None:
+def check(hparams: Any, params: types.Params | None = None) -> None:
     """Checks the optimizer's options before anything is compiled.
 
-    Raises ValueError for an option that it lacks, or a first state that depends on the
-    parameters and so cannot be made before they are there.
+    With the shapes of a model's `params` a custom one's first state is checked too.
+    Raises ValueError for an option that it lacks, or for a state that persists and is
+    made of the parameters, which are not there yet, or of a rate that decays.
     """
     tx = make(hparams, 0.1)
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
-    if not is_kept or not isinstance(tx, _Joint):
+    if params is None or not is_kept or not isinstance(tx, _Joint):
         return
-    ones = jax.tree.map(np.ones_like, PROBE)
-    begun = [jax.tree.map(jnp.asarray, tx.init(params)) for params in (PROBE, ones)]
-    zero, one = (jax.tree.map(views.numbers, state) for state in begun)
-    if not jax.tree.all(jax.tree.map(np.array_equal, zero, one)):
-        raise ValueError(
-            f"--optimizer_state=persist: the first state of "
-            f"{hparams.client_optimizer} depends on the parameters; give reset"
-        )
+    zeros, ones = (
+        jax.tree.map(lambda x, fill=fill: np.full(x.shape, fill, x.dtype), params)
+        for fill in (0, 1)
+    )
+
+    def differ(one: optax.GradientTransformation, others: Any) -> bool:
+        """Whether it begins with another state than `tx` with zeros."""
+        pair = ((tx, zeros), (one, others))
+        begun = [jax.tree.map(jnp.asarray, made.init(given)) for made, given in pair]
+        states = (jax.tree.map(views.numbers, state) for state in begun)
+        return not jax.tree.all(jax.tree.map(np.array_equal, *states))
+
+    reason = ""
+    if differ(tx, ones):
+        reason = f"the first state of {hparams.client_optimizer} depends on the "
+        reason += "parameters"
+    elif hparams.client_lr_decay != 1 and differ(make(hparams, 0.2), zeros):
+        reason = f"the state of {hparams.client_optimizer} has the rate of round 0, on "
+        reason += f"which --client_lr_decay={hparams.client_lr_decay:g} has no effect"
+    if reason:
+        raise ValueError(f"--optimizer_state=persist: {reason}; give reset")
 
 
+# What stands for a model where none is known
 PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float32)})
 
 
 def fingerprint(given: Custom) -> str:
-    """A text that changes with the computation of a custom optimizer."""
-    # A new function, since jax would not trace the same one again.
-    traced = jax.make_jaxpr(lambda *args: given.step(*args))(0.1, PROBE, PROBE)
+    """A text that changes with the computation of a custom optimizer on two arrays.
+
+    Of one that needs a whole model it is the hash of its code.
+    """
+    try:
+        # A new function, since jax would not trace the same one again.
+        traced = jax.make_jaxpr(lambda *args: given.step(*args))(0.1, PROBE, PROBE)
+    except Exception:  # whatever the user's functions raise
+        return fingerprint_lib.of_python(given.given)
     digest = hashlib.sha256()
     for constant in traced.consts:
         digest.update(np.ascontiguousarray(views.numbers(jnp.asarray(constant))).data)

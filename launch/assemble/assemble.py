@@ -189,8 +189,10 @@ def _program(
     scoring = _scoring(settings, data, how)
 
     about = {"task": task, "data": data, "planner_of": planned.planner}
+    about["adapts"] = scoring.adapts
     hashed = functools.partial(computed.of_algorithm, entry.make, **about)
-    of_others = computed.of_others(settings, hparams, hashed)
+    fit.check_optimizers(sweep.settings(config.sweep, hparams), task)
+    of_others = computed.of_others(settings, hparams, task, hashed)
     parts = dict(of_others)
     if "algo" in parts:
         # One that branches on a float fails where its rounds are compiled.

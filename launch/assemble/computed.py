@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -23,6 +23,7 @@ import fedjax_pfl
 import models
 from data import files, plan
 from fedjax_pfl import (
+    each_client,
     evaluate,
     execution,
     fingerprint,
@@ -31,6 +32,7 @@ from fedjax_pfl import (
     optimizer,
     options,
     scores,
+    shapes,
     types,
 )
 from fedjax_pfl import program as program_lib
@@ -97,18 +99,30 @@ def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
     return _joined([f"{one.name} {_traced(one.sums, *batch)}" for one in own])
 
 
+def optimized(
+    hparams: Any, task: types.Task
+) -> Iterator[tuple[optimizer.Custom, list[types.Params]]]:
+    """The custom optimizers, each with the shapes of what it optimizes in a task."""
+    for tx in vars(hparams).values():
+        if isinstance(tx, optimizer.Custom):
+            is_server = tx.option == "server_optimizer"
+            every = (task.server_model,) if is_server else task.client_models
+            yield tx, [shapes.variables(m, task.example_shape).params for m in every]
+
+
 def of_others(
-    settings: Settings, hparams: Any, hashed: Callable[[Any], str]
+    settings: Settings, hparams: Any, task: types.Task, hashed: Callable[[Any], str]
 ) -> dict[str, str]:
     """Hashes what custom metrics, optimizer and algorithm compute, by option name.
 
-    `hashed` is `of_algorithm` as a function of the algorithm's options.
+    `hashed` is `of_algorithm` as a function of the algorithm's options. Optimizers may
+    treat each layer otherwise, and are traced on the models of the task.
     """
     classes = settings.source.num_classes
     out = {"eval_metrics": of_measures(settings.measures, classes)}
-    for tx in vars(hparams).values():
-        if isinstance(tx, optimizer.Custom):
-            out[tx.option] = _traced(tx.step, 0.1, *[optimizer.PROBE] * 2)
+    for tx, params in optimized(hparams, task):
+        hashes = [_traced(tx.step, 0.1, one, one) for one in params]
+        out[tx.option] = _joined(hashes)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
         # An error of its own, without JAX's note about the frames of that.
         with files.named(""):
@@ -122,14 +136,16 @@ def of_algorithm(
     task: types.Task,
     data: types.Data,
     planner_of: Callable[[types.Algorithm, types.Execution], plan.Planner],
+    adapts: types.PlanSpec | None = None,
     is_for_all_floats: bool = False,
 ) -> str:
     """Hashes what a custom algorithm computes: first state, round and evaluation.
 
     The execution of `task` does not matter. `data` has the partitions of all seeds, and
-    `planner_of` makes the planner of the rounds. A hash for all floats is that of the
-    computation in which the float options are arguments. Raises a ValueError of one
-    line for a function that returns something else than `types.Algorithm` says.
+    `planner_of` makes the planner of the rounds, and `adapts` is the plan of
+    fine-tuning, if any. A hash for all floats is that of the computation in which the
+    float options are arguments. Raises a ValueError of one line for a function that
+    returns something else than `types.Algorithm` says.
     """
     how = execution.Execution()
     task = task._replace(execution=how, num_residents=0)
@@ -164,14 +180,23 @@ def of_algorithm(
         given = method_of(values)[1], state, cohort, tables, scoring, how
         return evaluate.of_shared(*given), evaluate.of_clients(*given, ids)
 
+    def adapted(values: dict, *given: Any) -> Any:
+        *before, members = given
+        found = method_of(values)[1], *before, scoring, how, members
+        return evaluate.of_adapted(*found)
+
     def traced(fn: Callable[..., Any], *given: Any) -> str:
         if is_for_all_floats:
             return _traced(fn, dict.fromkeys(floats, np.float32(0)), *given)
         return _traced(functools.partial(fn, floats), *given)
 
     state = jax.eval_shape(functools.partial(first, floats), tables, key)
+    peers, graph = method.peers, []
+    if peers is not None and peers.draw is not None:  # whose repr has an address
+        peers, graph = peers._replace(draw=None), [fingerprint.of_python(peers.draw)]
     parts = [
-        repr((method.plans, method.peers, method.messages, method.ships_proxy)),
+        repr((method.plans, peers, method.messages, method.ships_proxy)),
+        *graph,
         traced(first, tables, key),
         traced(round, state, planner.cohort(0, 0), tables),
         traced(score, state, planner.drawn(0, 1), tables),
@@ -180,6 +205,11 @@ def of_algorithm(
         from models import own  # imports nnx, which takes long
 
         parts.append(own.source(method.adapt))
+        if adapts is not None:
+            counts = np.asarray(tables.partition.adapting.count)
+            members = planner.members(0, 0, ids, counts, adapts)
+            given = state, planner.drawn(0, 1), tables, members
+            parts.append(traced(adapted, *given))
     return _joined(parts)
 
 
@@ -248,10 +278,42 @@ def _watched(
         no_name_twice()
         return out
 
-    has_server = method.server is not None
-    return method._replace(
-        init=init, round=round, server=server if has_server else None
-    )
+    def served(name: str) -> Callable[..., tuple[types.Serving, ...]]:
+        def groups(*given: Any) -> tuple[types.Serving, ...]:
+            out = getattr(method, name)(*given)
+            is_right = isinstance(out, (tuple, list)) and len(out) > 0
+            is_right = is_right and all(isinstance(x, types.Serving) for x in out)
+            _expect(name, out, is_right, "a tuple of Serving")
+            return tuple(one.replace(build=made_by(name, one)) for one in out)
+
+        return groups
+
+    def made_by(name: str, group: types.Serving) -> Callable[[Any, Any], Any] | None:
+        """The group's `build`, which says what it returns; None if it has none."""
+        if group.own is None or group.build is None:
+            served = group.shared if group.own is None else group.own
+            is_right = isinstance(served, types.Variables)
+            _expect(f"{name}'s model", served, is_right, "Variables")
+            return group.build
+
+        def build(shared: Any, row: Any) -> types.Variables:
+            out = group.build(shared, row)
+            is_right = isinstance(out, types.Variables)
+            _expect(f"{name}'s build", out, is_right, "Variables")
+            return out
+
+        return build
+
+    @functools.wraps(method.adapt or init)
+    def adapt(*given: Any) -> each_client.Trained:
+        out = method.adapt(*given)
+        _expect("adapt", out, isinstance(out, each_client.Trained), "what train gives")
+        return out
+
+    watched = {"server": server, "adapt": adapt}
+    watched |= {name: served(name) for name in ("serving", "trained")}
+    has = {name: fn for name, fn in watched.items() if getattr(method, name)}
+    return method._replace(init=init, round=round, **has)
 
 
 def _is_of(value: Any, *kinds: type) -> bool:

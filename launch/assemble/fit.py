@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 import algorithms
 import models
-from fedjax_pfl import options, shapes, types
+from fedjax_pfl import optimizer, options, shapes, types
 from launch.assemble import computed
 from launch.config import schema, sweep
 from models import own_checks, stages
@@ -52,6 +52,19 @@ def check_model(
             f"--{flag}={model.name} does not fit examples of shape {list(shape)}"
             f"{cause}; {cure}"
         ) from error
+
+
+def check_optimizers(points: Sequence[Any], task: types.Task) -> None:
+    """Refuses (ValueError) a custom optimizer that does not fit the models.
+
+    `points` are the options at each point of a sweep.
+    """
+    for tx, every in computed.optimized(points[0], task):
+        for params in every:
+            optimizer.try_step(tx, params)
+            if tx.option == "client_optimizer":
+                for hparams in points:
+                    optimizer.check(hparams, params)
 
 
 _STANDS_STILL = (

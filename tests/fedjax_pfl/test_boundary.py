@@ -223,3 +223,11 @@ def test_last_convolution():
     assert boundary.last_convolution(mixed, (9,)) == 1
     single = stages.chain("single", [("only", stages.Dense(3, relu=False))])
     assert boundary.last_convolution(single, (9,)) == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_division_has_a_bool_for_each_stage(count):
+    """One line says how many there are."""
+    model = models.MODELS["mlp"](10)
+    with pytest.raises(ValueError, match=f"^divided: {count} bools, mlp has 3 stages;"):
+        boundary.divided([True] * count, model, (28, 28, 1))

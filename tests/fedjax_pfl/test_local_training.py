@@ -174,6 +174,18 @@ def test_phases_by_epoch_equal_numpy(given, trainable, data):
     assert int(trained.stats[1]["steps"]) == steps
 
 
+def test_masks_may_be_lists(data):
+    """As tuples, also where the optimizer reads them by stage."""
+    client = small.client(data, small.plan(SIZES))
+    given = {"trainable": [False, True], "held": [True, True]}
+    hparams, found = options(clip_norm=0.1), []
+    for kind in (list, tuple):
+        masks = {name: kind(mask) for name, mask in given.items()}
+        objective = Objective(small.regression, **masks)
+        found.append(numbers(train(data, client, hparams, objective).params))
+    chex.assert_trees_all_equal(*found)
+
+
 def parts(value):
     """Parameters of two stages with a trunk and an exit each."""
     stage = {"trunk": {"w": jnp.full((2, 3), value)}, "exit": {"w": jnp.full(3, value)}}

@@ -283,7 +283,7 @@ def test_states_of_a_part_of_the_parameters(given):
 def test_what_is_no_optimizer(given, reason):
     """One line says what came and what was expected."""
     with pytest.raises(ValueError, match=f"^client_optimizer: .*{reason}"):
-        optimizer.custom(given)
+        optimizer.try_step(optimizer.custom(given), PARAMS)
 
 
 def test_fingerprints():
@@ -307,9 +307,10 @@ def test_a_kept_state_must_not_depend_on_the_parameters():
     """It is made before they are there."""
     given = optax.contrib.schedule_free_adamw
     own = optimizer.custom(given)
-    optimizer.check(hparams_of(client_optimizer=own))
+    optimizer.check(hparams_of(client_optimizer=own), PARAMS)
+    kept = hparams_of(client_optimizer=own, optimizer_state="persist")
     with pytest.raises(ValueError, match="^--optimizer_state=persist: .* give reset$"):
-        optimizer.check(hparams_of(client_optimizer=own, optimizer_state="persist"))
+        optimizer.check(kept, PARAMS)
     for name in optimizer.NAMES:
         tx = optimizer.make(hparams_of(client_optimizer=name), 0.1)
         one, other = (
@@ -317,6 +318,35 @@ def test_a_kept_state_must_not_depend_on_the_parameters():
             for v in (0, 1)
         )
         equal(one, other)
+
+
+def test_a_kept_state_must_not_have_a_rate_that_decays():
+    """That of round 0 would be that of every round."""
+
+    def given(rate):
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+
+    kept = {"client_optimizer": optimizer.custom(given), "optimizer_state": "persist"}
+    optimizer.check(hparams_of(**kept), PARAMS)
+    with pytest.raises(ValueError, match="the rate of round 0, on which --client_lr_d"):
+        optimizer.check(hparams_of(**kept, client_lr_decay=0.5), PARAMS)
+    kept["client_optimizer"] = optimizer.custom(optax.adam)
+    optimizer.check(hparams_of(**kept, client_lr_decay=0.5), PARAMS)
+
+
+def test_an_optimizer_of_certain_stages():
+    """It is tried on the model of the run, and has a text where two arrays are none."""
+    third = (False, False, True)
+
+    def made(scale):
+        return optimizer.custom(optax.masked(optax.scale(scale), third))
+
+    three = (*PARAMS, PARAMS[0])
+    optimizer.try_step(made(2.0), three)
+    with pytest.raises(ValueError, match="with the 2 stages of this model"):
+        optimizer.try_step(made(2.0), three[:2])
+    texts = [optimizer.fingerprint(made(scale)) for scale in (2.0, 2.0, 3.0)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_check_needs_no_other_options():

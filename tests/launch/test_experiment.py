@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -16,7 +17,7 @@ from flax import serialization, traverse_util
 
 import models
 from algorithms import fedavg
-from fedjax_pfl import shapes, simulate, types
+from fedjax_pfl import local_training, shapes, simulate, types
 from fedjax_pfl.rows import views
 from launch import build, export, main
 from launch.assemble import model_files
@@ -134,6 +135,23 @@ def _listed(state):
             "server returned a dict of Var",
         ),
         ("server", lambda out: {}, "server returned a dict of nothing, expected"),
+        ("serving", lambda out: out[0], "serving returned a Serving, expected a tuple"),
+        ("serving", lambda out: None, "serving returned a NoneType, expected a tuple"),
+        (
+            "serving",
+            lambda out: (out[0].replace(shared=out[0].shared.params),),
+            r"serving's model returned \(.*\), expected Variables",
+        ),
+        (
+            "serving",
+            lambda out: (
+                out[0].replace(
+                    own=jnp.ones(4), build=lambda shared, row: shared.params
+                ),
+            ),
+            r"serving's build returned \(.*\), expected Variables",
+        ),
+        ("adapt", lambda out: out.variables, "adapt returned a Variables, expected wh"),
         ("round", lambda out: (out[0], {"x": 1.0}, {}), r"round .* metric 'x' of sh"),
         ("round", lambda out: (out[0], {3: (1, 1)}, {}), "round .* metric 3 of shapes"),
         (
@@ -172,11 +190,21 @@ def test_own_algorithms_that_return_something_else(blobs, narrow, name, change, 
 
     def make(hparams, task):
         made = fedavg.make(hparams, task)
-        plain = getattr(made, name)
+
+        def serving(state, cohort, data):
+            every = jnp.ones(task.num_clients, bool)
+            return (types.Serving.one(task.model, state.server, every),)
+
+        def adapt(client, start, shared):
+            loss_fn = local_training.cross_entropy_loss(task.model)
+            return local_training.train(hparams, loss_fn, start, client)
+
+        plain = getattr(made, name) or {"serving": serving, "adapt": adapt}[name]
         return made._replace(**{name: lambda *given: change(plain(*given))})
 
     mine = SimpleNamespace(HParams=fedavg.HParams, make=make, __name__="mine")
     given = {"dataset": blobs, "model": "narrow", "num_clients": 4, "devices": 1}
+    given |= {"fine_tune_epochs": 1} if name == "adapt" else {}
     with pytest.raises(ValueError, match=f"^algo: its {reason}"):
         build.experiment(algo=mine, **given)
 

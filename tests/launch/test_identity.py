@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+import types
 from types import SimpleNamespace
 
 import flax.linen as nn
@@ -13,12 +14,14 @@ import optax
 import pytest
 from flax import nnx
 
+from algorithms import fedavg
 from fedjax_pfl import averaging, fingerprint, local_training
 from launch import build
 from launch.assemble import computed
 from launch.config import flagfile
 from models import own
 from tests import conftest, synthetic
+from tests.toys import gossip
 
 pytestmark = pytest.mark.usefixtures("narrow")
 SOURCE = synthetic.blobs(120, (8, 8, 1), 4, seed=0)
@@ -177,8 +180,34 @@ class OfGlobal:
     def optimizer(rate):
         return optax.sgd(helper(rate))
 
+    def late(rate):
+        def is_last(params):
+            return tuple(n + 1 == len(params) for n in range(len(params)))
+
+        scaled = optax.masked(optax.scale(helper(1.0)), is_last)
+        return optax.chain(scaled, optax.sgd(rate))
+
     def margin(logits, labels, mask):
         return helper(jnp.where(mask, logits.max(-1), 0).sum()), mask.sum()
+
+
+class Adapts:
+    """FedAvg whose fine-tuning refers to a global constant."""
+
+    HParams = averaging.Averaging
+
+    def make(hparams, task):
+        made, supervised = fedavg.make(fedavg.HParams(), task), task.model
+
+        def loss_fn(*given):
+            plain = local_training.cross_entropy_loss(supervised)
+            loss, stats = plain(*given)
+            return helper(loss), stats
+
+        def adapt(client, start, shared):
+            return local_training.train(hparams, loss_fn, start, client)
+
+        return made._replace(adapt=adapt)
 
 
 @pytest.mark.parametrize(
@@ -188,9 +217,12 @@ class OfGlobal:
         {"algo": OfGlobal},
         {"client_optimizer": OfGlobal.optimizer},
         {"server_optimizer": OfGlobal.optimizer, "server_lr": 0.5},
+        {"client_optimizer": OfGlobal.late},
+        {"algo": Adapts, "fine_tune_epochs": 1},
         {"eval_metrics": {"margin": OfGlobal.margin}},
     ],
-    ids=["model", "algo", "client_optimizer", "server_optimizer", "eval_metrics"],
+    ids=["model", "algo", "client_optimizer", "server_optimizer", "late", "adapt"]
+    + ["eval_metrics"],
 )
 def test_an_edited_global_is_trained_and_not_a_cached_program(given):
     """An equal object that computes something else is compiled again."""
@@ -202,6 +234,31 @@ def test_an_edited_global_is_trained_and_not_a_cached_program(given):
         last = experiment.metrics[-1] | {"seconds": 0}
         found.setdefault(scale, []).append((experiment.simulation.digest(), last))
     assert found[1.0][0] == found[1.0][1] != found[7.0][0]
+
+
+def test_a_graph_is_known_by_its_code():
+    """Wherever the function is in memory, and with what it holds."""
+
+    def drawn(shift):
+        return lambda seed, round, client, n, p: (client[:, None] + shift) % n
+
+    hashes = [fingerprint.of_python(drawn(shift)) for shift in (1, 1, 2)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+    class Other:
+        HParams = gossip.HParams
+
+        def make(hparams, task):
+            made, graph = gossip.make(hparams, task), gossip.graph
+            own = types.FunctionType(graph.__code__, graph.__globals__)
+            return made._replace(peers=made.peers._replace(draw=own))
+
+    given = BASE | {"algo": "dfedavg"}
+    found = [
+        build.experiment(**given | {"algo": algo}).hashes["computed_sha256"]
+        for algo in (gossip, Other, Other)
+    ]
+    assert len(set(found)) == 1
 
 
 def test_a_comment_is_not_an_edit():
