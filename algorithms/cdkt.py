@@ -31,7 +31,8 @@ logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch 
 sample in section 5.2), and clients train alone in the first round (`--warm_rounds`).
 Differs from the code, as the paper says: the teacher is the mean over the round's
 clients in eval mode, and proxy batches are cycled instead of cutting a client's epoch
-short. `--preset=cdkt_code` restores the code's behaviour.
+short. `--preset=cdkt_code` restores the code's behaviour. With a weight of 0 nothing is
+sent for it; in rounds of `--warm_rounds` the server's outputs are, as in Algorithm 1.
 """
 
 import dataclasses
@@ -226,11 +227,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         loss_fn = server_loss(teachers)
         server = proxy.train_server(hparams, loss_fn, task, state, data)
         state = here.after(trained.variables, server=server)
+        is_taught = jnp.asarray(hparams.client_distill_weight != 0)
+        is_teaching = jnp.asarray(hparams.server_distill_weight != 0)
         sent = {
-            "server logits": 1,
-            "server embeddings": use_rep,
-            "client logits": use_full,
-            "client embeddings": use_rep,
+            "server logits": is_taught,
+            "server embeddings": is_taught & use_rep,
+            "client logits": is_teaching & use_full,
+            "client embeddings": is_teaching & use_rep,
         }
         return state, trained.metrics(cohort), sent
 

@@ -41,7 +41,17 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import distances, losses, optimizer, proxy, rng, stacked, traffic, types
+from fedjax_pfl import (
+    distances,
+    losses,
+    optimizer,
+    proxy,
+    rng,
+    shapes,
+    stacked,
+    traffic,
+    types,
+)
 
 ROUNDING = 1e-5  # logits that differ by less are equal
 
@@ -141,7 +151,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         here = fp.Round(task, state, cohort, data, by_architecture=True)
         key = rng.stream(state.key, "proxy.public", state.round)
         chosen = jax.random.permutation(key, data.partition.proxy)[:num_public]
-        public = stacked.in_batches(chosen, hparams.batch_size)
+        size = shapes.capped(hparams.batch_size, len(chosen))
+        public = stacked.in_batches(chosen, size)
         own = here.rows
         participations = sum(
             jnp.where(mine.cohort.row_mask, rows["participations"] + 1, 0)

@@ -113,7 +113,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def client_update(client: fp.Client, server: prototypes.Prototypes):
         """LocalUpdate, then C_i; the server sums them by class."""
         trained = local_update(client, client.model, server)
-        given = trained.variables, num_classes, hparams.batch_size
+        size = shapes.capped(hparams.batch_size, task.num_examples)
+        given = trained.variables, num_classes, size
         mean, rows = prototypes.of_client(client, *given)
         weight = rows if hparams.aggregation == "examples" else jnp.sign(rows)
         return (trained, (rows > 0).sum()), (weight[:, None] * mean, weight)

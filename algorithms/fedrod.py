@@ -67,7 +67,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     last = len(model.stage_names) - 1
 
     def loss_of(client: fp.Client) -> local_training.LossFn:
-        prior = log_counts(client, task.num_classes, hparams.batch_size)
+        size = shapes.capped(hparams.batch_size, task.num_examples)
+        prior = log_counts(client, task.num_classes, size)
 
         def loss_fn(params, stats, batch):
             """L^BSM of the generic model, and the loss of both heads at fixed g(z)."""

@@ -173,11 +173,12 @@ def _static_stats(
         spread = jnp.arange(wanted) * (size / jnp.minimum(size, wanted))
         size = jnp.minimum(size, wanted)
         rows = rows[spread.astype(jnp.int32)]
-    num_batches = -(-size // hparams.batch_size)
+    most = shapes.capped(hparams.batch_size, len(rows))
+    num_batches = -(-size // most)
     if hparams.static_norm == "average":
         # A norm of single values has no statistics in a last batch of one row.
-        num_batches -= (size > 1) & (size % hparams.batch_size == 1)
-    batches = stacked.in_batches(rows, hparams.batch_size)
+        num_batches -= (size > 1) & (size % most == 1)
+    batches = stacked.in_batches(rows, most)
     nothing = jax.tree.map(jnp.zeros_like, own.stats)
 
     def statistics(

@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import averaging, boundary, local_training, losses, rng
+from fedjax_pfl import averaging, boundary, local_training, losses, rng, shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +109,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             return count, jax.tree.map(lambda g: count * g, slope)
 
         own = rng.stream(key, "perfedavg.adapt", client_id)
-        count, slope = local_training.sum_over_rows(
-            weighted, data, client_id, size, own
-        )
+        rows = data, client_id, shapes.capped(size, task.num_examples), own
+        count, slope = local_training.sum_over_rows(weighted, *rows)
         rate = alpha / jnp.maximum(count, 1)
         return server._replace(params=moved(server.params, -rate, slope))
 

@@ -58,6 +58,13 @@ class Participation(NamedTuple):
         speed = MACS_PER_SECOND * self.speed[seed_index, client]
         return PASSES * self.macs[client, level - 1] / speed
 
+    def seconds_to_train(self, level: np.ndarray) -> np.ndarray:
+        """f64[...]: what the deadline leaves beside the messages that it expects."""
+        if self.round_seconds == np.inf:
+            return np.full(np.shape(level), np.inf)
+        sent = self.num_bytes[level - 1] / traffic.BYTES_PER_SECOND
+        return np.maximum(self.round_seconds - sent, 0)
+
     def in_time(
         self, specs: Sequence[types.PlanSpec], owned: np.ndarray, *where: Any
     ) -> list[np.ndarray]:
@@ -72,8 +79,7 @@ class Participation(NamedTuple):
             return steps
         pairs = zip(specs, steps, strict=True)
         every = [spec.clients_examples(owned, n) for spec, n in pairs]
-        sent = self.num_bytes[where[-1] - 1] / traffic.BYTES_PER_SECOND
-        within = (self.round_seconds - sent) / self.per_example(*where)
+        within = self.seconds_to_train(where[-1]) / self.per_example(*where)
         share = np.clip(within / np.maximum(sum(every), 1), 0, 1)
         return [
             spec.steps_within(owned, (share * one + 1e-9).astype(int))

@@ -464,6 +464,7 @@ class Planner:
         if not self.has_clock:
             return taken, many
         seconds = examples * who.per_example(seed_index, client, many.level)
+        seconds = np.minimum(seconds, who.seconds_to_train(many.level))
         deadline = np.full(len(client), who.round_seconds, np.float32)
         return taken, many.replace(seconds=np.float32(seconds), deadline=deadline)
 

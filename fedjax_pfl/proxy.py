@@ -16,6 +16,7 @@ from fedjax_pfl import (
     options,
     over_devices,
     rng,
+    shapes,
     stacked,
     types,
 )
@@ -23,7 +24,8 @@ from fedjax_pfl import (
 
 def batches(data: types.Data, batch_size: int) -> jax.Array:
     """The proxy rows in fixed batches, int32[num_batches, B], -1 = padding."""
-    return stacked.in_batches(data.partition.proxy, batch_size)
+    rows = data.partition.proxy
+    return stacked.in_batches(rows, shapes.capped(batch_size, len(rows)))
 
 
 def logits_and_embedding(
@@ -115,8 +117,9 @@ def own_outputs(
     `plan` is the client's. Where each of its epochs visits all rows, bound // epochs
     batches cover the longest client of the chunk, else those of the longest of all do.
     """
+    size = shapes.capped(plan.batch_size, task.num_examples)
     if plan.max_rows or plan.drop_last or task.may_stop:
-        whole = -(-task.num_examples // plan.batch_size)
+        whole = -(-task.num_examples // size)
         num_batches = jnp.where(client.is_here, whole, 0)
     else:
         num_batches = client.bound // plan.epochs
@@ -126,7 +129,7 @@ def own_outputs(
         client.data.partition.train.of(client.id),
         size=task.num_examples,
         width=task.num_classes,
-        batch_size=plan.batch_size,
+        batch_size=size,
         num_batches=num_batches,
     )
 

@@ -90,7 +90,9 @@ def lasting(
     if isinstance(cohort.seconds, tuple):
         return ()
     counts = [jnp.asarray(sent[kind.name], jnp.float32) for kind in kinds]
-    size = sum(n * kind.num_bytes for n, kind in zip(counts, kinds, strict=True))
+    # Floats, as int32 has no 2 GiB
+    sizes = [float(kind.num_bytes) for kind in kinds]
+    size = sum(n * one for n, one in zip(counts, sizes, strict=True))
     every = jnp.where(cohort.row_mask, cohort.seconds + size / BYTES_PER_SECOND, 0)
     return jnp.minimum(every.max(), cohort.deadline)
 

@@ -270,6 +270,21 @@ def test_traffic(transfer, up, down, compiled, start, problem):
 
 
 @pytest.mark.parametrize(
+    ("weights", "up", "down"), [((0.0, 0.4), 6, 0), ((0.3, 0.0), 0, 10), ((0, 0), 0, 0)]
+)
+def test_what_a_weight_of_0_leaves_without_use_is_not_sent(
+    weights, up, down, compiled, start, problem
+):
+    """As in No Transfer, which is both."""
+    names = "client_distill_weight", "server_distill_weight"
+    given = FLOATS | dict(zip(names, weights, strict=True))
+    made = cdkt.make(cdkt.HParams(), problem.task_of())
+    _, _, sent = compiled("cdkt", **STRUCTURES["rep"])(start(), **given)
+    expected = {"bytes_up": 12 * up * 4, "bytes_down": 12 * down * 4}
+    assert plain.sent_bytes(made, sent, 3) == [expected] * 3
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "num_proxy", "full", "rep"),
     [
         ("cdkt_mnist", (28, 28, 1), 355, 0.0142, 0.727),

@@ -36,6 +36,14 @@ def test_a_batch(data):
     assert batch.key is key
 
 
+def test_a_batch_is_no_larger_than_its_rows(data):
+    """`--batch_size` may stand for whole batches, and padding would fill memory."""
+    (batch,) = of(data, 10**6)
+    assert len(batch) <= len(ROWS) + shapes.BATCH_ROWS
+    np.testing.assert_array_equal(batch[: len(ROWS)], ROWS)
+    assert (batch[len(ROWS) :] == -1).all()
+
+
 def fit(data, loss_fn, start, size, epochs, tx=None, key=0, **given):
     """`proxy.fit`, with steps of 1 unless told."""
 

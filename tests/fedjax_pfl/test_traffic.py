@@ -1,5 +1,7 @@
 """Messages: what counts, and their bytes."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,19 @@ def test_messages_of_real_rows_count(jit):
     found = (jax.jit(count) if jit else count)(mask)
     np.testing.assert_array_equal(found, [5, 2, 6])
     assert found.dtype == jnp.int32
+
+
+def test_large_messages_take_their_time():
+    """Beyond int32 too, which numbers of bytes would be in a program."""
+    kinds = types.MessageKind("a", "up", 3 * 2**30), types.MessageKind("b", "down", 7)
+
+    @jax.jit
+    def lasting(seconds):
+        cohort = SimpleNamespace(seconds=seconds, row_mask=True, deadline=np.inf)
+        return traffic.lasting({"a": jnp.array([1, 2]), "b": 1}, kinds, cohort)
+
+    found = lasting(jnp.array([5.0, 0.0]))
+    np.testing.assert_allclose(found, (2 * 3 * 2**30 + 7) / 1e6, rtol=1e-6)
 
 
 def test_no_kinds_no_messages():

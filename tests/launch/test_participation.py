@@ -286,6 +286,10 @@ def test_steps_before_a_deadline():
             for row in np.flatnonzero(cohort.row_mask):
                 client = cohort.client_id[row]
                 left = (limit - 1) * [1, 0.2, 0.01][client] / 3e-3
+                # The clock of one that is cut is not that of all its steps.
+                whole = rows * sum(spec.epochs for spec in specs)
+                lasted = min(whole / left, 1) * (limit - 1)
+                assert cohort.seconds[row] == pytest.approx(lasted, rel=1e-5)
                 for spec in specs:
                     share = spec.epochs / sum(one.epochs for one in specs)
                     epoch = [5] * (rows // 5) + [rows % 5] * (rows % 5 > 0)
