@@ -405,6 +405,7 @@ def test_a_client_is_measured_at_two_moments(blobs):
         "dfedavg",
         blobs,
         partition="pathological",
+        partition_seed=1,
         num_clients=8,
         clients_per_round=4,
         rounds=3,
