@@ -42,6 +42,7 @@ from fedjax_pfl import levels, local_training, rng, shapes, stacked, traffic, wi
 
 @dataclasses.dataclass(frozen=True)
 class HParams(levels.Levels, fp.LocalTraining):
+    is_nested = False  # a level is how many bases a client trains, each of them in turn
     num_bases: int = fp.option(
         4, "base models, as many as there are levels", minimum=1, maximum=64
     )

@@ -8,7 +8,7 @@ that all methods see the same clients at the same levels.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,12 @@ option = options.option
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """Options of algorithms with clients that hold submodels."""
+    """Options of algorithms with clients that hold submodels.
+
+    With `is_nested` only clients of the largest level train a part of the model.
+    """
+
+    is_nested: ClassVar[bool] = True
 
     levels: str = option(
         "fixed",

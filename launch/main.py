@@ -83,10 +83,13 @@ def _execute(
         # Those of this process that the folder does not record
         here = {name: getattr(config, name) for name in _OF_A_PROCESS}
         same += [f"--{name}={value}" for name, value in here.items() if value]
+        each = config.distributed not in ("", "auto")
+        same += ["--distributed=auto"] * (config.distributed == "auto")
         say(
             f"stopped after round {experiment.round}; continue with: "
             f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "
-            f"{shlex.join([*same, '--resume'])}",
+            f"{shlex.join([*same, '--resume'])}"
+            f"{', in each process with its own --distributed' * each}",
             file=sys.stderr,
         )
         raise SystemExit(128 + stop.signal)

@@ -27,6 +27,7 @@ from fedjax_pfl import (
     evaluate,
     execution,
     fingerprint,
+    levels,
     measures,
     metric_kinds,
     optimizer,
@@ -102,12 +103,24 @@ def of_measures(every: tuple[measures.Measure, ...], num_classes: int) -> str:
 def optimized(
     hparams: Any, task: types.Task
 ) -> Iterator[tuple[optimizer.Custom, list[types.Params]]]:
-    """The custom optimizers, each with the shapes of what it optimizes in a task."""
+    """The custom optimizers, each with the shapes of all that it optimizes in a task.
+
+    Clients may have several models, or the first stages of one.
+    """
     for tx in vars(hparams).values():
-        if isinstance(tx, optimizer.Custom):
-            is_server = tx.option == "server_optimizer"
-            every = (task.server_model,) if is_server else task.client_models
-            yield tx, [shapes.variables(m, task.example_shape).params for m in every]
+        if not isinstance(tx, optimizer.Custom):
+            continue
+        is_server = tx.option == "server_optimizer"
+        every = (task.server_model,) if is_server else task.client_models
+        found = []
+        for model in every:
+            params = shapes.variables(model, task.example_shape).params
+            depths = np.array([len(params)])
+            if isinstance(hparams, levels.Levels) and model.has_exits:
+                depths = levels.possible(hparams, task.num_clients)
+                depths = depths[-1:] if is_server else depths
+            found += [params[:depth] for depth in depths.tolist()]
+        yield tx, found
 
 
 def of_others(
@@ -120,8 +133,8 @@ def of_others(
     """
     classes = settings.source.num_classes
     out = {"eval_metrics": of_measures(settings.measures, classes)}
-    for tx, params in optimized(hparams, task):
-        hashes = [_traced(tx.step, 0.1, one, one) for one in params]
+    for tx, every in optimized(hparams, task):
+        hashes = [_traced(tx.step, 0.1, params, params) for params in every]
         out[tx.option] = _joined(hashes)
     if not any(settings.entry is one for one in algorithms.ALGORITHMS.values()):
         # An error of its own, without JAX's note about the frames of that.

@@ -146,7 +146,8 @@ def _by_name(
             "--noshared_init": not getattr(hparams, "shared_init", True),
             "--num_bases": getattr(hparams, "num_bases", 1) > 1,
         }
-        if any(starts.values()) and not own_checks.is_drawn(model, few):
+        is_asked = any(starts.values()) and not config.init_from
+        if is_asked and not own_checks.is_drawn(model, few):
             of = next(one for one, is_given in starts.items() if is_given)
             notes.append(
                 f"{of}: all begin with the same numbers, those that --{flag}={name} "

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data import participation, plan
-from fedjax_pfl import levels, shapes, types
+from fedjax_pfl import levels, options, shapes, types
 from launch.assemble.given import Settings
 from launch.assemble.models_step import Models
-from launch.config import schema
 
 
 class Planned(NamedTuple):
@@ -44,8 +43,8 @@ def made(
         num_levels = levels.top(hparams)
         level_of, able = levels.assigned(hparams, config.num_clients)
         eligible &= True if able is None else able
-        if config.unseen_clients and not callable(level_of):
-            _check_top(config, num_levels, level_of, seeds, eligible)
+        if config.unseen_clients and hparams.is_nested and not callable(level_of):
+            _check_levels(settings, num_levels, level_of, seeds, eligible)
     task = types.Task(
         server_model=found.server,
         client_models=found.clients,
@@ -84,22 +83,27 @@ def made(
     return Planned(task, num_rows, planner)
 
 
-def _check_top(
-    config: schema.Config,
+def _check_levels(
+    settings: Settings,
     top: int,
     level: np.ndarray,
     seeds: Sequence[int],
     eligible: np.ndarray,
 ) -> None:
-    """Refuses (ValueError) a seed in which all that can hold the top level are unseen.
+    """Refuses (ValueError) a seed in which all that a level needs are unseen.
 
     `level` int[K] is that of each client, and `eligible` bool[seeds, K] who may train.
     """
+    teaches = getattr(settings.hparams, "momentum_distill_weight", 0.0)
     for seed, may_train in zip(seeds, eligible, strict=True):
-        largest = int(level[may_train].max())
-        if largest < top:
-            raise ValueError(
-                f"--unseen_clients={config.unseen_clients:g}: with seed {seed} all "
-                f"clients of level {top} are unseen, and nobody trains its part; give "
-                f"fewer, another --partition_seed, or --max_level={largest}"
-            )
+        has, reason = np.unique(level[may_train]), ""
+        given = f"--unseen_clients={settings.config.unseen_clients:g}: with seed {seed}"
+        cure = "give fewer, or another --partition_seed"
+        if has[-1] < top:
+            reason = f"level {top} are unseen, and nobody trains its part; give fewer, "
+            reason += f"another --partition_seed, or --max_level={has[-1]}"
+        elif any(gaps := np.diff(has) > 1) and not options.is_off(teaches):
+            reason = f"level {has[:-1][gaps][0] + 1} are unseen, of which the level "
+            reason += f"below would learn; {cure}, or omit --momentum_distill_weight"
+        if reason:
+            raise ValueError(f"{given} all clients of {reason}")

@@ -28,6 +28,8 @@ TITLES = {
 PLACES = {"until_rounds": "rounds", "until_mb": "bytes", "until_clock": "clock"}
 # What a round of a decentralised method says of its peers
 _OF_PEERS = re.compile(r"divergence_(median|p95|\d+_\d+)")
+# What is of no rows
+_OF_RUNS = ("bytes_up", "bytes_down", "clock", "best_round")
 # Where clients have several models
 _OF_MODEL = re.compile(r"client_(?:accuracy|perplexity|masked_perplexity)_(\w+)")
 _FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
@@ -57,12 +59,15 @@ def metric(name: str, runs: Sequence[Record]) -> words.Metric:
 def unusual(name: str) -> str:
     """A line about a name that no metric here has, or nothing."""
     plain, known = name.removeprefix(metric_kinds.VALIDATION), [*words.TITLES, *TITLES]
-    if plain in ("train_loss", "seconds"):
+    counted = plain.startswith(metric_kinds.CLIENTS_IN)
+    if counted or plain in ("train_loss", "seconds", "round", "seed"):
         return f"the metric {name} is in records, and in no table"
     of_model = _OF_MODEL.fullmatch(plain)
     is_ours = plain in known or words.title(plain) != plain.replace("_", " ")
     is_ours |= bool(of_model) and of_model[1] in models.MODELS
     is_ours |= _OF_PEERS.fullmatch(plain) is not None
+    if plain != name and (of_model or plain in (*TITLES, *_OF_RUNS)):
+        return f"the metric {name} is none: {plain} has no twin on validation rows"
     near = "" if is_ours else options.nearest(plain, known)
     is_odd = near or not (is_ours or metric_kinds.is_measured(plain))
     return f"the metric {name} is none of this package{near}" if is_odd else ""

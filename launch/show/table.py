@@ -292,7 +292,7 @@ def _of_few(found: Mapping[str, Record | None], metrics: Sequence[str]) -> str:
     cohorts = alike.cohorts(named) if titles else []
     if not cohorts:
         return ""
-    differ = alike.in_words({"eval_clients": cohorts})
+    differ = alike.in_words({"the number of clients behind it": cohorts})
     return f"{', '.join(titles)}: no value is bold or marked, as {differ}."
 
 
@@ -391,11 +391,12 @@ def _usual(of_setting: Sequence[Sequence[Record]], control: str) -> list[str]:
         if runs[0].flags.get("eval_moments") == "after":
             names[:1] = [main.replace("client_", "trained_"), main]
             names = [name for name in names if name in has or "trained_" in name]
-        elif main in has or (server := main.replace("client_", "global_")) not in has:
+        else:
             names = [name for name in names if name in has or name == main]
             names += ["bottom_decile", *["hurt"] * bool(control)]
-        else:  # test rows belong to nobody
-            names = [server]
+            servers = main.replace("client_", "global_"), main.removeprefix("client_")
+            if main not in has and (server := [n for n in servers if n in has]):
+                names = server[:1]  # test rows belong to nobody
         out |= dict.fromkeys(names)
     return sorted(out, key=lambda name: name in derived.TITLES) or ["client_accuracy"]
 

@@ -84,6 +84,8 @@ def test_metrics_that_resemble_ours_are_refused():
         made(metrics=["clinet_accuracy"])
     for name, line in (
         ("train_loss", "train_loss is in records, and in no table"),
+        ("clients_in_unseen_accuracy", "is in records, and in no table"),
+        ("val_until_mb", "is none: until_mb has no twin on validation rows"),
         ("acc", "metric acc is none of this package$"),
         ("auc", "metric auc is none of this package"),
     ):
@@ -1227,7 +1229,7 @@ def test_c_gen_of_other_clients_is_not_ranked():
         made = table.made({"": runs}, ["client_accuracy", "c_gen"], "fedavg")
         ranked = [any(v.is_best for v in one.values) for one in made.columns]
         assert ranked == [True, not is_apart]
-        line = "C-Gen: no value is bold or marked, as the runs differ in eval_clients"
+        line = "C-Gen: no value is bold or marked, as the runs differ in the number of"
         assert is_apart == any(one.startswith(line) for one in made.notes)
 
 

@@ -383,7 +383,7 @@ def test_fine_tuning_of_few_large_clients():
     assert first["fine_tuned_loss"] == expected
 
 
-def test_somebody_trains_the_largest_level():
+def test_somebody_trains_the_largest_level(monkeypatch):
     """A seed in which all that hold it are unseen is refused, with the next level."""
     given = {"algo": "heterofl", "level_mix": "2:2:1", "clients_per_round": 2}
     given |= {"num_clients": 5, "unseen_clients": 1, "num_seeds": 2}
@@ -400,6 +400,20 @@ def test_somebody_trains_the_largest_level():
             assert not np.asarray(made.data.partition.is_unseen)[:, -1].any()
             outcomes.add("made")
     assert outcomes == {"refused", "made"}
+    # Of Split-Mix all clients train all bases in turn.
+    given |= {"algo": "splitmix", "num_bases": 3, "num_seeds": 1}
+    assert all(planned(**given, seed=seed) for seed in range(8))
+    # InclusiveFL's clients learn of the next level.
+    monkeypatch.setitem(models.MODELS, "with_exits", toy.with_exits)
+    given = NEW | {"algo": "inclusivefl", "model": "with_exits", "level_mix": "1:1:1"}
+    given |= {"num_clients": 3, "unseen_clients": 1, "clients_per_round": 1}
+    lines = []
+    for seed in range(12):
+        try:
+            planned(**given, momentum_distill_weight=0.3, seed=seed)
+        except ValueError as error:
+            lines.append(str(error))
+    assert any("level 2 are unseen, of which the level below" in one for one in lines)
 
 
 def test_accuracies_by_architecture(monkeypatch):
