@@ -32,7 +32,7 @@ sample in section 5.2), and clients train alone in the first round (`--warm_roun
 Differs from the code, as the paper says: the teacher is the mean over the round's
 clients in eval mode, and proxy batches are cycled instead of cutting a client's epoch
 short. `--preset=cdkt_code` restores the code's behaviour. With a weight of 0 nothing is
-sent for it; in rounds of `--warm_rounds` the server's outputs are, as in Algorithm 1.
+sent for it. In rounds of `--warm_rounds` the server's outputs still count as sent.
 """
 
 import dataclasses
