@@ -40,7 +40,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import fedjax_pfl as fp
 from fedjax_pfl import aggregate, boundary, levels, losses, options, shapes, stacked
@@ -175,11 +174,11 @@ def _check(hparams: HParams, task: fp.Task) -> None:
     if len(possible) == 1:
         reason = "where all clients that may train have one level"
         options.refuse(hparams, ("momentum_distill_weight",), reason)
-    if any(gaps := np.diff(possible) > 1):
+    if missing := levels.between(possible):
         raise ValueError(
             f"--momentum_distill_weight={hparams.momentum_distill_weight}: level "
-            f"{possible[:-1][gaps][0] + 1} has no client, of which the level below "
-            f"would learn; change --level_mix={hparams.level_mix}, or omit it"
+            f"{missing} has no client, of which the level below would learn; change "
+            f"--level_mix={hparams.level_mix}, or omit it"
         )
     params, _ = shapes.variables(model, task.example_shape)
     trunks = [jax.tree.map(lambda x: x.shape, stage["trunk"]) for stage in params]

@@ -126,6 +126,12 @@ def possible(hparams: Levels, num_clients: int) -> np.ndarray:
     return np.unique(np.minimum(able, largest))
 
 
+def between(held: np.ndarray) -> int:
+    """The least level between those int[n], in order, that is none of them, 0 = all."""
+    before = held[:-1][np.diff(held) > 1]
+    return int(before[0]) + 1 if len(before) else 0
+
+
 def _able(hparams: Levels, num_clients: int) -> np.ndarray:
     """int[n]: what each client can hold, or where levels are drawn what one may."""
     if hparams.levels == "dynamic":

@@ -80,7 +80,6 @@ def _execute(
         same = [f"--flagfile={folder.path / 'run.flags'}"]
         same += [f"--algo={algo}"] * is_file
         same += [f"--workdir={folder.path}"]
-        # Those of this process that the folder does not record
         here = {name: getattr(config, name) for name in _OF_A_PROCESS}
         same += [f"--{name}={value}" for name, value in here.items() if value]
         each = config.distributed not in ("", "auto")

@@ -98,12 +98,12 @@ def _check_levels(
     for seed, may_train in zip(seeds, eligible, strict=True):
         has, reason = np.unique(level[may_train]), ""
         given = f"--unseen_clients={settings.config.unseen_clients:g}: with seed {seed}"
-        cure = "give fewer, or another --partition_seed"
         if has[-1] < top:
             reason = f"level {top} are unseen, and nobody trains its part; give fewer, "
             reason += f"another --partition_seed, or --max_level={has[-1]}"
-        elif any(gaps := np.diff(has) > 1) and not options.is_off(teaches):
-            reason = f"level {has[:-1][gaps][0] + 1} are unseen, of which the level "
-            reason += f"below would learn; {cure}, or omit --momentum_distill_weight"
+        elif (missing := levels.between(has)) and not options.is_off(teaches):
+            reason = f"level {missing} are unseen, of which the level below would "
+            reason += "learn; give fewer, or another --partition_seed, or omit "
+            reason += "--momentum_distill_weight"
         if reason:
             raise ValueError(f"{given} all clients of {reason}")
