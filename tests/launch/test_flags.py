@@ -302,8 +302,11 @@ def test_a_line_is_never_longer_than_a_page(capsys):
 )
 def test_interrupt_during_imports(before, after, expected):
     """`python -m launch.X` has "-m" for its name until X begins."""
+    # pytest started by `nohup` or behind `&` hands down that interrupts are ignored.
     code = (
-        f"import os, signal, sys; sys.argv = {before}; import launch; {after}; "
+        "import os, signal, sys; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"sys.argv = {before}; import launch; {after}; "
         "os.kill(os.getpid(), signal.SIGINT)"
     )
     done = subprocess.run(
