@@ -49,6 +49,12 @@ def of_options(
             f"all --num_bases={hparams.num_bases} models begin with the same numbers, "
             "those of --init_from"
         )
+    if isinstance(hparams, levels.Levels) and hparams.levels == "maximum":
+        if "level_mix" in asked and len(set(levels.mix(hparams))) > 1:
+            out.append(
+                f"--level_mix={hparams.level_mix} has no effect with --levels=maximum "
+                "but for its number of parts, as all clients hold the whole model"
+            )
     is_own = config.algo not in algorithms.ALGORITHMS
     if is_own and at_points and not at_points[0].messages:
         if at_points[0].server is not None or at_points[0].peers is not None:
