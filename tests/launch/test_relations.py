@@ -316,11 +316,11 @@ def test_what_is_noted_was_asked_for():
 
 def test_only_the_number_of_levels_counts_where_all_hold_the_whole_model():
     """Proportions that are asked for and not used have a line."""
-    config = dataclasses.replace(CONFIG, algo="depthfl", rounds=5)
+    config = dataclasses.replace(CONFIG, algo="heterofl", rounds=5)
     lines = [
         notes.of_options(
             config,
-            algorithms.ALGORITHMS["depthfl"].HParams(levels=levels, level_mix=mix),
+            algorithms.ALGORITHMS["heterofl"].HParams(levels=levels, level_mix=mix),
             ["level_mix"],
         )
         for levels, mix in (("maximum", "1:2"), ("maximum", "1:1"), ("fixed", "1:2"))
