@@ -47,6 +47,7 @@ from fedjax_pfl import aggregate, boundary, levels, losses, options, shapes, sta
 
 @dataclasses.dataclass(frozen=True)
 class HParams(levels.Levels, fp.LocalTraining):
+    taught_by = "momentum_distill_weight"
     head_count: str = fp.option(
         "holders",
         "an exit is a mean over all clients that hold it, or that train it",

@@ -36,9 +36,11 @@ class Levels:
     """Options of algorithms with clients that hold submodels.
 
     With `is_nested` only clients of the largest level train a part of the model.
+    `taught_by` is the option by which a level learns from the next one, "" = none.
     """
 
     is_nested: ClassVar[bool] = True
+    taught_by: ClassVar[str] = ""
 
     levels: str = option(
         "fixed",

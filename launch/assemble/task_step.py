@@ -94,16 +94,17 @@ def _check_levels(
 
     `level` int[K] is that of each client, and `eligible` bool[seeds, K] who may train.
     """
-    teaches = getattr(settings.hparams, "momentum_distill_weight", 0.0)
+    option = settings.hparams.taught_by
+    teaches = option and not options.is_off(getattr(settings.hparams, option))
     for seed, may_train in zip(seeds, eligible, strict=True):
         has, reason = np.unique(level[may_train]), ""
         given = f"--unseen_clients={settings.config.unseen_clients:g}: with seed {seed}"
         if has[-1] < top:
             reason = f"level {top} are unseen, and nobody trains its part; give fewer, "
             reason += f"another --partition_seed, or --max_level={has[-1]}"
-        elif (missing := levels.between(has)) and not options.is_off(teaches):
+        elif (missing := levels.between(has)) and teaches:
             reason = f"level {missing} are unseen, of which the level below would "
             reason += "learn; give fewer, or another --partition_seed, or omit "
-            reason += "--momentum_distill_weight"
+            reason += f"--{option}"
         if reason:
             raise ValueError(f"{given} all clients of {reason}")

@@ -173,12 +173,17 @@ def summarize(
     return metrics
 
 
+def is_of_all(entry: Mapping[str, Any]) -> bool:
+    """Whether a metric is a mean over all seeds of its run."""
+    return "seeds" not in entry
+
+
 def fewer(entry: Mapping[str, Any]) -> str:
     """How much a metric covers, such as `2 of 3 rounds, 1 client`, "" if everything."""
     parts = []
     if "rounds" in entry:
         parts.append(f"{min(entry['rounds'])} of {entry['of_rounds']} rounds")
-    if "seeds" in entry:
+    if not is_of_all(entry):
         parts.append(f"{len(entry['seeds'])} of {entry['of_seeds']} seeds")
     if "clients" in entry:
         parts.append(f"{entry['clients']} client{'s' * (entry['clients'] > 1)}")

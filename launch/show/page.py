@@ -248,7 +248,8 @@ def _cells(entries: Entries, metric: words.Metric) -> list[Cell]:
 
 def _is_of_all(entry: Entry, name: str) -> bool:
     """Whether a run has the metric of all its seeds."""
-    return "seeds" not in entry.summary["metrics"].get(name, {"seeds": ()})
+    metrics = entry.summary["metrics"]
+    return name in metrics and summaries.is_of_all(metrics[name])
 
 
 def _has_best(entries: Entries) -> bool:

@@ -427,7 +427,7 @@ def _values(
     sign = -1 if how.better == "lower" else 1
     means = {row: sign * one["mean"] for row, one in entries.items() if one}
     # A mean over those seeds alone that reached a goal is none of all.
-    whole = [row for row in means if "seeds" not in entries[row]]
+    whole = [row for row in means if summaries.is_of_all(entries[row])]
     best = max(whole, key=means.__getitem__) if whole and how.better else None
     known = {
         row: _of_seeds(one, entries[row]) for row, one in arrays.items() if row in means
@@ -458,7 +458,7 @@ def _values(
 
 def _of_seeds(values: Any, entry: Mapping[str, Any]) -> Any:
     """Values f64[S, K] of clients, nan for seeds that are not in the row's mean."""
-    if values is None or "seeds" not in entry:
+    if values is None or summaries.is_of_all(entry):
         return values
     has = np.isin(np.arange(len(values)), entry["seeds"])
     return np.where(has[:, None], values, np.nan)

@@ -100,7 +100,7 @@ def best(
             sign = 1 if metric_kinds.of(name) is metric_kinds.Kind.FRACTION else -1
             entry = part["metrics"][name]
             chosen = Choice(dict(options), name, entry["mean"], is_fine_tuned)
-            found.append(("seeds" not in entry, sign * entry["mean"], chosen))
+            found.append((summaries.is_of_all(entry), sign * entry["mean"], chosen))
     if not found:
         raise ValueError("study: tune: all values diverged; give smaller ones")
     best = max((is_of_all, score) for is_of_all, score, _ in found)
