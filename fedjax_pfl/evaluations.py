@@ -18,6 +18,7 @@ from fedjax_pfl.windows import Windows
 
 # The means over clients that are taken apart for those that never train
 _MEANS = "accuracy", "loss", "perplexity", "masked_perplexity"
+_POOLED = "accuracy_pooled", "perplexity_pooled"
 
 # `of_shared` and [(clients of a block, their `of_clients`)], both by the names of
 # `Partition.measured`
@@ -235,7 +236,8 @@ def _split_metrics(
 
 
 def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
-    """The means of `_split_metrics` under the names that they have after adaptation.
+    """The means of `_split_metrics`, and those over clients that train of all rows
+    alike, under the names that they have after adaptation.
 
     An accuracy without a loss is left out: it would count answers of nan.
     """
@@ -244,9 +246,9 @@ def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
         f"{of}{new}_{name}": found[f"{of}{old}_{name}"]
         for of in ("", metric_kinds.CLIENTS_IN)
         for old, new in pairs.items()
-        for name in _MEANS
+        for name in (*_MEANS, *_POOLED)
         if f"{of}{old}_{name}" in found
-        if name != "accuracy" or f"{old}_loss" in found
+        if "accuracy" not in name or f"{old}_loss" in found
     }
 
 

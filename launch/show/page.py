@@ -20,6 +20,12 @@ _COLUMNS = tuple(
     for what in ("accuracy", "perplexity")
     for kind in ("fine_tuned", "unseen", "unseen_fine_tuned")
 )
+# Of all rows alike, for others' tables
+_POOLED = {
+    f"{kind}_{what}_pooled"
+    for what in ("accuracy", "perplexity")
+    for kind in ("client", "fine_tuned")
+}
 _BYTES = ("bytes_up", "bytes_down")
 _KINDS = {"": "", "better": "up", "worse": "down"}  # of the table's marks
 
@@ -180,7 +186,7 @@ def _metrics(entries: Entries) -> list[words.Metric]:
         for name, kind in known.items()
         if kind in (Kind.FRACTION, Kind.PERPLEXITY)
         or name.startswith(("global_", "client_"))
-    } - {"client_accuracy_pooled", "client_perplexity_pooled"}
+    } - _POOLED
     order = dict.fromkeys([*words.TITLES, *known])
     classes = record.class_names(entries[0].run)
     return [words.metric(name, known, classes) for name in order if name in shown]

@@ -69,6 +69,7 @@ TITLES = {
     "dropped_later": "Dropped after round 0",
     "mb_later": "MB after round 0",
     "client_accuracy_pooled": "Client, pooled",
+    "fine_tuned_accuracy_pooled": "Fine-tuned, pooled",
     "worst_decile_accuracy": "Worst decile",
     "client_accuracy_std": "Std over clients",
     "ensemble_accuracy": "Ensemble",

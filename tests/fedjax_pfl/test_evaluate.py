@@ -512,16 +512,18 @@ def test_clients_that_never_train_are_not_scored():
 def test_fine_tuning_that_diverges_has_no_accuracy():
     """Answers of nan would count as those of one class; how many had some is told."""
     counts = {
-        "own": {"right": np.array([2, 3, 4]), "loss": np.array([1.0, np.nan, 1.0])},
+        "own": {"right": np.array([2, 3, 0]), "loss": np.array([1.0, np.nan, 1.0])},
         "known": np.array([True, True, False]),
     }
-    given = scores.Classes(), counts, np.full(3, 4), 0, np.zeros(3, bool)
+    given = scores.Classes(), counts, np.array([4, 8, 4]), 0, np.zeros(3, bool)
     found, _ = evaluations._split_metrics(*given)
-    assert found["client_accuracy"] == 5 / 8 and not evaluations._fine_tuned(found)
+    assert found["client_accuracy"] == 7 / 16 and not evaluations._fine_tuned(found)
     assert evaluations._have_diverged(counts).tolist() == [False, True, False]
     counts["own"]["loss"][1] = 1.0
     found, _ = evaluations._split_metrics(*given)
-    assert evaluations._fine_tuned(found)["fine_tuned_accuracy"] == 5 / 8
+    tuned = evaluations._fine_tuned(found)
+    assert tuned["fine_tuned_accuracy"] == 7 / 16
+    assert tuned["fine_tuned_accuracy_pooled"] == 5 / 12
     assert not evaluations._have_diverged(counts).any()
 
 
