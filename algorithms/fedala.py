@@ -29,8 +29,8 @@ Differs from the paper: the share of the examples are the first batches of the c
 first epoch in this round, rounded up to whole batches; the released code takes a window
 of the data at random. The first time, the weights are trained until the standard
 deviation of the last ten epochs' losses is below `--adaptive_threshold`, for at most
-100 epochs. An epoch's loss is the mean over its batches, in the code that of the last
-one, with a threshold of .1 in PFLlib (`--preset=pfllib`) and of .01 in the paper, as
+100 epochs. An epoch's loss is the mean over its examples, in the code that of the last
+batch, with a threshold of .1 in PFLlib (`--preset=pfllib`) and of .01 in the paper, as
 its authors say. A client is served the server's present model, mixed with its own by
 the weights that it learned last, in an earlier round; the released code learns those of
 a round, measures, and then trains. It rounds the share down to whole batches. A client

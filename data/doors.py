@@ -61,6 +61,12 @@ def opened(
                 f"dataset: {labels.listed(odd)} beside train: parts are called "
                 f"{', '.join(SPLITS)}; omit or rename them, or a client called train"
             )
+    elif isinstance(given, Mapping) and not any(map(_is_column, given.values())):
+        if files.are_splits(names := [str(name) for name in given]):
+            raise ValueError(
+                f"dataset: {labels.listed(names)} look like splits and not like "
+                f"clients; parts are called {', '.join(SPLITS)}"
+            )
     if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
         several = [name for name in SPLITS[2:] if name in given]
         if len(several) > 1:

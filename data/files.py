@@ -5,12 +5,32 @@ import functools
 import gzip
 import os
 import pathlib
+import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, BinaryIO
 
 from fedjax_pfl import options
+
+
+# Words in the names of the parts of a download
+SPLITS = {
+    *("train", "training", "trainset", "test", "testing", "testset", "dev"),
+    *("val", "valid", "validation", "eval", "evaluation", "holdout", "pred"),
+}
+
+
+def are_splits(names: Collection[str], strictly: bool = False) -> bool:
+    """Whether all names have words of splits, and not all the same ones.
+
+    Such as seg_train and seg_test, but not test_01 and test_02. `strictly` all else in
+    the names is the same, unlike in train and test_tube.
+    """
+    parts = [re.findall("[a-z]+|[^a-z]+", name.lower()) for name in names]
+    words = {frozenset(SPLITS.intersection(one)) for one in parts}
+    others = {"".join(x for x in one if x not in SPLITS) for one in parts}
+    return all(words) and len(words) > 1 and not (strictly and len(others) > 1)
 
 
 @contextlib.contextmanager

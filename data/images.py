@@ -20,11 +20,6 @@ SUFFIXES = (
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM")
 # Larger images are not for training, and a small file may hold many pixels.
 MAX_SIDE = 4096
-# Words in the names of folders of downloads that are neither owners nor classes
-_SPLITS = (
-    *("train", "training", "trainset", "test", "testing", "testset", "dev"),
-    *("val", "valid", "validation", "eval", "evaluation", "holdout", "pred"),
-)
 # Folders over the others for train, official test and validation images, in this order
 PARTS = {"train": 0, "test": 1, "val": 2, "validation": 2}
 _KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
@@ -151,11 +146,8 @@ def _check_names(top: list[str], depth: int) -> None:
     `top` are the first folders, which are owners at `depth` 3 and classes at 2.
     """
     role = "owners" if depth == 3 else "classes"
-    is_split = all(name.lower() in _SPLITS for name in top)
-    if role == "owners":
-        # Such as seg_train and seg_test, but not test_01 and test_02
-        words = [set(re.findall("[a-z]+", one.lower())) & {*_SPLITS} for one in top]
-        is_split |= all(words) and len(set.union(*words)) > 1
+    is_split = files.are_splits(top, strictly=role == "classes")
+    is_split |= all(name.lower() in files.SPLITS for name in top)
     is_kind = len(top) > 1 and all(name.lower() in _KINDS for name in top)
     if is_split or is_kind:
         kind = "splits" if is_split else "images and their masks"

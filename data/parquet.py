@@ -68,6 +68,12 @@ def find(folder: pathlib.Path) -> Found:
     if "train" not in splits.values():
         mine = [path for path in there if path.parent == folder or splits[path]]
         check_shards(mine)
+        stems = [path.stem for path in mine]
+        if any("train" in one.lower() for one in stems) and files.are_splits(stems):
+            raise ValueError(
+                f"its files look like splits ({labels.listed(stems)}); call them "
+                "train.parquet and test.parquet, or give one of them"
+            )
         unread = tuple(names[path] for path in there if path not in mine)
         joined = tuple(names[path] for path in mine if splits[path])
         return Found({"": mine}, unread, joined)

@@ -116,6 +116,7 @@ def test_pixels_of_images_that_have_a_palette():
 @pytest.mark.parametrize(
     "given, words",
     [
+        ({"Train": (X, Y), "Test": (X, Y)}, "Train, Test look like splits and not "),
         ({1: (X, Y), "1": (X, Y)}, "owners of one type, .* got int and str"),
         ({"a": (X, Y), "b": (X / 255, Y)}, "differ in the type of x, uint8 of a and"),
         ({"a": (X, Y > 0), "b": (X, Y)}, "labels of one type, .* got bool and int"),

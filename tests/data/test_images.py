@@ -250,6 +250,8 @@ def test_owners_whose_names_are_like_splits(tmp_path, names):
             "look like images and their masks and not like owners",
         ),
         (2, ("train", "test"), "look like splits and not like classes .test, train"),
+        (2, ("seg_train", "seg_test"), "look like splits and not like classes"),
+        (2, ("train2017", "val2017"), "look like splits and not like classes"),
     ],
 )
 def test_folders_of_downloads_are_refused(tmp_path, depth, names, words):

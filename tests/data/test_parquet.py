@@ -256,6 +256,7 @@ def test_which_files_train(tmp_path, names, train, test, line):
             ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
             "train-... is there in 1 files and 2 files; keep those of one",
         ),
+        (["a_train", "a_test"], "its files look like splits .a_test, a_train.; call "),
         (["train", "train/0"], "train.parquet and the folder train are both of train"),
         (["data/en/0000"], "it holds no parquet files; give their folder"),
         (["default/partial-train/0000"], "it holds no parquet files; give their fold"),
