@@ -192,7 +192,7 @@ def _static_stats(
         return statistics(before, image, batches[index])
 
     def moving_average(index: jax.Array, stats: types.Stats) -> types.Stats:
-        place = index * hparams.batch_size + jnp.arange(hparams.batch_size)
+        place = index * most + jnp.arange(most)
         image, *_ = data.train_batch(batches[index], place, key)
         return statistics(stats, image, batches[index])
 

@@ -1,5 +1,6 @@
 """Data sets from a user's arrays: the layout of images and the owners of rows."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -246,6 +247,19 @@ def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
     if layout == "nchw":
         return x.transpose(0, 2, 3, 1), ""
     return (x[..., None] if layout == "nhw" else x), ""
+
+
+def squares(x: np.ndarray, layout: str) -> np.ndarray:
+    """Returns flat rows [N, D] as square images, in the layout that is named."""
+    deep = 1 if layout == "nhw" else 3
+    side = math.isqrt(x.shape[1] // deep)
+    shape = {"nhw": (side, side), "nhwc": (side, side, 3), "nchw": (3, side, side)}
+    if side**2 * deep != x.shape[1]:
+        raise ValueError(
+            f"--layout={layout}: rows of {x.shape[1]} numbers are no square images of "
+            f"{deep} channel{'s' * (deep > 1)}; omit it"
+        )
+    return x.reshape(-1, *shape[layout])
 
 
 def as_float32(x: np.ndarray, what: str) -> np.ndarray:

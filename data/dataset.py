@@ -22,6 +22,7 @@ class Dataset(NamedTuple):
         columns: The column names of a table, in the order of the vectors.
         row: int64[N], each row's number before owners were dropped, None if none were.
         num_val: Rows of the official validation split, the last.
+        layout: That of a user's images where `--layout=auto` takes another, "" = none.
     """
 
     image: np.ndarray
@@ -35,6 +36,7 @@ class Dataset(NamedTuple):
     columns: tuple[str, ...] | None = None
     row: np.ndarray | None = None
     num_val: int = 0
+    layout: str = ""
 
     @property
     def num_dealt(self) -> int:
@@ -240,6 +242,10 @@ def normalization(image: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]
     mean, scale = np.where(is_constant, low, mean), 1 / (std + margin)
     scale = np.where(is_constant, 1 / unit, scale)
     return mean.astype(np.float32), scale.astype(np.float32)
+
+
+# Those whose constants are of values from 0 to 1, whatever the examples are
+CONSTANTS = "half", "cifar100"
 
 
 def num_hidden(image: np.ndarray, kind: str, scale: np.ndarray) -> int:

@@ -118,6 +118,7 @@ def joined(
         # The owner's column of a table that is given as test= is not read.
         owned = ("test", "val") if test is not None and test.is_of_whole else ("val",)
         named = {"label": label, "owner": owner, "owned": owned, "where": where}
+        named |= {name: given[name] for name in ("least_classes",) if name in given}
         made = frames.from_frame(train.frame, **named, **more)
     return made._replace(notes=(*train.notes, *made.notes))
 
@@ -469,6 +470,8 @@ def _stacked(values: Any, where: str) -> Any:
     if not (isinstance(values, Sequence) or is_of_objects) or isinstance(values, str):
         return values
     rows = [_plain(one) for one in values]
+    if all(map(_is_image, values)):
+        rows = images.coloured(rows)
     shapes = {np.shape(one): None for one in rows if not isinstance(one, (str, bytes))}
     if len(shapes) > 1 and () not in shapes:
         some = " and ".join(str(list(shape)) for shape in list(shapes)[:2])

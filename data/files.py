@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 
 from fedjax_pfl import options
 
-
 # Words in the names of the parts of a download
 SPLITS = {
     *("train", "training", "trainset", "test", "testing", "testset", "dev"),

@@ -145,6 +145,11 @@ def from_frame(
     names = [str(name) for name in frame.columns]
     check_names(names)
     frame = frame.set_axis(names, axis=1)
+    if least_classes < 2:  # of a public set, in which nobody reads labels and owners
+        owner = _named(names, owner) if _named(names, owner) in names else ""
+        if not (_named(names, label) in names if label else _called(names, LABELS)):
+            label, frame = label or LABELS[0], frame.assign(**{label or LABELS[0]: 0})
+            names = list(frame.columns)
     label, owner = chosen(names, label, owner)
     others = [name for name in names if name not in (label, owner)]
     unused, column = frame.index.names, split_column(frame, others)

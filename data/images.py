@@ -4,7 +4,7 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
     pixels = [_read(root, one, pixels_of) for one in found]
     num_gray = sum(image.shape[2] == 1 for image in pixels)
     if 0 < num_gray < len(pixels):
-        pixels = [np.broadcast_to(one, (*one.shape[:2], 3)) for one in pixels]
+        pixels = coloured(pixels)
         notes += (f"{num_gray} gray images among those in colour became RGB",)
     if others:
         notes += (f"files that are not images are left out: {others}",)
@@ -97,6 +97,13 @@ def from_folder(path: str, least_classes: int = 2) -> dataset.Dataset:
     if not part:
         return made
     return arrays.divided(made, count[0], count[2], np.ones(len(found), bool))
+
+
+def coloured(pixels: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Images [H, W, 1 or 3] with as many channels each, 3 if any has colours."""
+    if len({image.shape[2] for image in pixels}) < 2:
+        return list(pixels)
+    return [np.broadcast_to(one, (*one.shape[:2], 3)) for one in pixels]
 
 
 def _parts(found: list[pathlib.Path]) -> dict[pathlib.Path, int]:

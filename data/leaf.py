@@ -89,7 +89,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
     client = _owners(rows)
     notes, side = (), math.isqrt(x.shape[1])
     if x.ndim == 2 and layout in ("nhw", "nhwc", "nchw"):
-        x = _squares(x, layout)
+        x = arrays.squares(x, layout)
     elif x.ndim == 2 and side > 3 and side**2 == x.shape[1]:
         line = f"x {list(x.shape)} is taken as vectors; --layout=nhw if these are gray "
         notes = (f"{line}images of {side}x{side} pixels",)
@@ -204,19 +204,6 @@ def _of_owners(rows: list[Rows]) -> list[str]:
         f"of {labels.limited(owner)} in {labels.listed(sorted(names))}; are they the "
         "same?",
     ]
-
-
-def _squares(x: np.ndarray, layout: str) -> np.ndarray:
-    """Returns flat rows [N, D] as square images, in the layout that is named."""
-    deep = 1 if layout == "nhw" else 3
-    side = math.isqrt(x.shape[1] // deep)
-    shape = {"nhw": (side, side), "nhwc": (side, side, 3), "nchw": (3, side, side)}
-    if side**2 * deep != x.shape[1]:
-        raise ValueError(
-            f"--layout={layout}: rows of {x.shape[1]} numbers are no square images of "
-            f"{deep} channel{'s' * (deep > 1)}; omit it"
-        )
-    return x.reshape(-1, *shape[layout])
 
 
 class _UnfitError(ValueError):

@@ -9,6 +9,7 @@ from data import (
     arrays,
     dataset,
     doors,
+    files,
     frames,
     images,
     labels,
@@ -49,7 +50,8 @@ def load_npz(
     where there is no `x`, and labels [N, 1] as [N]. Raises ValueError, whose message is
     a phrase, if it cannot be read or its arrays do not fit.
     """
-    there = npz.names(pathlib.Path(path))
+    place = files.given(path, "an npz file")
+    there = npz.names(place)
     forms = [
         one for one in (_KERAS, _MEDMNIST) if one["x"] in there and "x" not in there
     ]
@@ -59,7 +61,7 @@ def load_npz(
         for part in ("", "_test", "_val")
     )
     known = (*train, *test, *val)
-    found = npz.read(pathlib.Path(path), train[:2], known[2:])
+    found = npz.read(place, train[:2], known[2:])
     for name in (train[1], test[1], val[1]):
         if name in found and found[name].ndim == 2 and found[name].shape[1] == 1:
             found[name] = found[name][:, 0]

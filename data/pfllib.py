@@ -34,9 +34,10 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
     x, y, client = parts[0]
     if not len(parts[1][1]):
         raise ValueError("no client has a test row; PFLlib leaves some for each")
-    note = ()
+    note, found = (), ""
     if layout == "auto" and x.ndim == 4:
-        layout, note = "nchw", (arrays.taken_as("nchw", x.shape),)
+        layout = found = "nchw"
+        note = (arrays.taken_as(found, x.shape),)
     made = arrays.from_arrays(
         *(x, y, client),
         layout=layout,
@@ -44,7 +45,7 @@ def load(path: str, layout: str = "auto", least_classes: int = 2) -> dataset.Dat
         test=parts[1],
         where="",
     )
-    return made._replace(notes=(*note, *made.notes))
+    return made._replace(notes=(*note, *made.notes), layout=found)
 
 
 def _num_clients(root: pathlib.Path) -> int:

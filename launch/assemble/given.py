@@ -187,8 +187,10 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
         )
     given = {"name": config.public_set, "data_dir": config.data_dir}
     has_layout = config.public_set.startswith(own_files.WITH_LAYOUT)
-    layout = config.layout if has_layout else "auto"
-    public = loaders.load(**given, flag="public_set", layout=layout)
+    given["layout"] = config.layout if has_layout else "auto"
+    if config.public_set.startswith(own_files.WITH_COLUMNS):
+        given |= {"label": config.label, "owner": config.owner}
+    public = loaders.load(**given, flag="public_set")
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
     if source.columns is not None and public.columns is not None:

@@ -338,8 +338,19 @@ def of_plans(
 def of_constants(
     config: schema.Config, image: np.ndarray, normal: tuple[np.ndarray, np.ndarray]
 ) -> list[str]:
-    """A line about numbers that the normalisation, (mean, scale), makes nearly 0."""
+    """A line about numbers that the normalisation, (mean, scale), makes nearly 0.
+
+    Or one where constants are those of values from 0 to 1, and examples have others.
+    """
     kind = config.normalization
+    if kind in dataset.CONSTANTS and image.dtype.kind == "f":
+        low, high = float(image.min()), float(image.max())
+        if low < -1e-3 or high > 1.001:
+            return [
+                f"--normalization={kind} is for numbers from 0 to 1, and these are "
+                f"{low:.4g} to {high:.4g}; take channel, or none if they are as a "
+                "model should get them"
+            ]
     if not (count := dataset.num_hidden(image, kind, normal[1])):
         return []
     return [
@@ -368,6 +379,9 @@ def of_clients(
     if config.partition == "classes":  # others are not dealt
         named = np.unique(np.concatenate(resolve.client_classes(config)))
         whole &= np.isin(np.arange(num_classes), named)
+        if source.classes:
+            shown = labels.listed([f"{one} is {source.classes[one]}" for one in named])
+            out.append(f"--client_classes={config.client_classes}: {shown}")
     rows = [label[one.train.row] for one in splits]
     trained = np.stack([np.bincount(one, minlength=num_classes) for one in rows])
     lacking = whole & (trained == 0)

@@ -26,6 +26,7 @@ HASHED = {
     "split_sha256": "other rows of clients",
     "names_sha256": "other names of classes or owners",
     "columns_sha256": "other names of columns",
+    "example_shape": "the same numbers in examples of another shape",
     "own_sha256": "custom code was edited",
     "computed_sha256": "custom code computes something else",
     "teacher_sha256": "another teacher",
@@ -173,7 +174,7 @@ class RunFlags:
         names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
         names -= {"computed_by"}
         names -= {"computed_sha256"} if self.is_by_text(now) else {"own_sha256"}
-        later = {"split_sha256", "names_sha256", "columns_sha256"}
+        later = {"split_sha256", "names_sha256", "columns_sha256", "example_shape"}
         names -= later - before.keys()
         digests = ("data_sha256", "split_sha256")
         if "split_sha256" in before and all(

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from absl import flags
 
 from fedjax_pfl import options
-from launch.config import algorithm_file, flagfile, limits, presets, registry
+from launch.config import algorithm_file, flagfile, limits, presets, registry, sweep
 
 # absl's help attributes a flag to the module that defines it, unless it disclaims it.
 flags.disclaim_key_flags()
@@ -45,7 +45,7 @@ def _only(name: str, chosen: Sequence[str], default: str, cure: str = "") -> str
     """The one value of a flag; a ValueError if there are several different ones."""
     if len(set(chosen)) > 1:
         line = f"two different --{name} in one command: {', '.join(chosen)}"
-        raise ValueError(line + cure.format(";".join(chosen)))
+        raise ValueError(line + cure)
     return chosen[0] if chosen else default
 
 
@@ -128,7 +128,8 @@ def parse(
         algo = _algorithm(arguments[1:])
         # A command may override the sweep of its flagfile.
         swept = _values("sweep", argv[1:])
-        _only("sweep", swept, "", "; all combinations are one --sweep='{}'")
+        one = sweep.joined(swept)
+        _only("sweep", swept, "", f"; all combinations are one --sweep='{one}'")
         if (HELP | {"--helpfull"}) & set(arguments[1:]):
             given = (_values(one, arguments[1:]) for one in ("dataset", "preset"))
             help_for(algo, extra, *(values[-1] if values else "" for values in given))

@@ -251,7 +251,8 @@ class Data:
     )
     client_classes: str = option(
         "",
-        "clients' classes for --partition=classes, such as 0,1/0,1/2,3 for three",
+        "clients' classes for --partition=classes, such as 0,1/0,1/2,3 for three; "
+        "classes with names have the numbers of their order",
         needs={"partition": ("classes",)},
         is_needed=True,
     )

@@ -41,6 +41,15 @@ def _line(values: Mapping[str, Any]) -> str:
     return ";".join(f"{name}={','.join(map(str, v))}" for name, v in values.items())
 
 
+def joined(lines: Sequence[str]) -> str:
+    """Sweeps as one, with all values of a name that several of them have."""
+    values: dict[str, dict[str, None]] = {}
+    for part in ";".join(lines).split(";"):
+        name, _, listed = part.strip().partition("=")
+        values.setdefault(name, {}).update(dict.fromkeys(listed.split(",")))
+    return _line(values)
+
+
 def _number(text: str) -> float | None:
     """The number in a text, None if it holds none."""
     try:

@@ -201,6 +201,9 @@ class ClientModel(NamedTuple):
     def _checked(self, images: np.ndarray) -> np.ndarray:
         """Converts images to the data set's shape and type, or refuses them."""
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
+        if images.ndim == 2 and len(shape) == 3 and self.layout != "auto":
+            with files.named("images"):
+                images = arrays.squares(images, self.layout)  # as LEAF's flat rows
         is_whole = self.layout == "auto" and images.shape[1:] == shape
         if images.ndim in (3, 4) and not is_whole and not self.data.num_words:
             with files.named("images"):
@@ -294,7 +297,7 @@ def find(
         image = np.asarray(data.image)[: run.num_examples]
         return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
 
-    names = config.layout, run.classes, run.columns
+    names = run.layout, run.classes, run.columns
     return ClientModel(model, variables, data, *sizes, *names, rows, precision)
 
 

@@ -79,6 +79,7 @@ class Run:
         self.own_sha256 = settings.own_sha256
         self.computed_sha256 = parts.computed_sha256
         self.classes, self.columns = source.classes, source.columns
+        self.layout = source.layout or config.layout
         self.num_examples, self.row_numbers = len(source.label), source.row
         self.trained_before = tuple(parts.trained_before)
         owners = source.owners if config.partition == "natural" else None
@@ -149,6 +150,7 @@ class Run:
     def hashes(self) -> dict[str, str]:
         """Hashes of data and code by name, which identify the run with its options.
 
+        The shape of the examples is among them, as hashes are of their bytes.
         `own_sha256` is of the text of custom code, and `computed_sha256` of what it
         computes, as the versions in `computed_by` trace it.
         """
@@ -160,6 +162,7 @@ class Run:
             "computed_by": computed.versions() if self.computed_sha256 else "",
             "names_sha256": self.names_sha256,
             "columns_sha256": self.columns_sha256,
+            "example_shape": "x".join(map(str, self.task.example_shape)),
             "teacher_sha256": self.teacher_sha256,
         }
         return {name: value for name, value in every.items() if value}

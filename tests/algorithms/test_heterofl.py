@@ -254,6 +254,16 @@ def test_static_examples_are_of_every_client(problem, monkeypatch):
     assert set(owner[rows]) == set(range(5))
 
 
+def test_moving_averages_of_fewer_rows_than_a_batch(problem):
+    """Augmentations are drawn for the rows of a batch that is not full."""
+    hparams = heterofl.HParams(static_norm="ema", static_examples=3, batch_size=64)
+    made = heterofl.make(hparams, problem.task_of(normed()))
+    data = problem.data.replace(augment="crop_flip")
+    state = jax.jit(made.init)(data, jax.random.key(1))
+    stats = made.server(state, data)["global"][1].stats
+    assert all(map(np.any, jax.tree.leaves(stats)))
+
+
 def test_a_model_that_flattens_maps_is_refused(problem):
     """Its first dense layer's rows belong to places of the map."""
     with pytest.raises(ValueError, match="--model=tiny .*no narrower form .*convnet"):

@@ -113,6 +113,18 @@ def test_pixels_of_images_that_have_a_palette():
             assert x.shape == (12, 4, 4, 3) and (x == wanted).all()
 
 
+def test_gray_images_beside_colours():
+    """They become RGB, as in a folder; arrays of other channels are refused."""
+    pictures = [Image(np.full((4, 4), n)) for n in range(11)] + [Image(X[0, :4, :4])]
+    for given in (HuggingFace({"image": pictures, "y": Y}), (pictures, Y)):
+        x = doors.opened(given)[0].arrays[0]
+        assert x.shape == (12, 4, 4, 3)
+        assert (x[:11] == np.arange(11)[:, None, None, None]).all()
+    with pytest.raises(ValueError, match="ragged"):
+        rows = doors.opened(([np.zeros((4, 4, 1)), *[np.zeros((4, 4, 3))] * 11], Y))
+        doors.joined(*rows)
+
+
 @pytest.mark.parametrize(
     "given, words",
     [

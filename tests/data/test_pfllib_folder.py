@@ -77,6 +77,23 @@ def test_a_run_has_pfllibs_clients(folder):
             assert sorted(held) == list(range(end - size, end))
 
 
+def test_images_to_predict_are_laid_out_as_the_files(tmp_path):
+    """Also where the axes do not tell: 4 channels of 4x4."""
+    for part in SIZES:
+        for client, held in clients_of(part, shape=(4, 4, 4)).items():
+            write(tmp_path / part / f"{client}.npz", held)
+    given = {"algo": "fedavg", "preset": "none", "model": "mlp"}
+    made = build.experiment(dataset=f"pfllib:{tmp_path}", **given)
+    x = clients_of("train", shape=(4, 4, 4))[0]["x"]
+    np.testing.assert_allclose(made.data.image[: len(x)], x.transpose(0, 2, 3, 1))
+    same = build.experiment(
+        dataset=(np.asarray(made.data.image), np.asarray(made.data.label)),
+        **given | {"layout": "nhwc", "num_clients": 3, "normalization": "none"},
+    )
+    wanted = same.predict(None, x.transpose(0, 2, 3, 1))
+    np.testing.assert_allclose(made.predict(None, x), wanted, rtol=1e-6)
+
+
 def test_many_clients_are_in_the_order_of_their_numbers(tmp_path):
     for part in SIZES:
         for client in range(12):

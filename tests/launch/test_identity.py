@@ -520,6 +520,23 @@ def test_numbers_of_lower_precision_have_a_hash(given):
     assert len(made.computed_sha256) == 64 * ("sweep" not in given)
 
 
+def test_the_shape_of_examples_belongs_to_the_data(tmp_path):
+    """The same bytes are images with one mean, or vectors with one for each number."""
+    x = SOURCE.image.astype(np.float32)
+    options = BASE | {"workdir": str(tmp_path), "model": "mlp"}
+    given = options | {"dataset": (x, SOURCE.label)}
+    build.experiment(**given).run(1, progress=False)
+    flat = x.reshape(len(x), -1), SOURCE.label
+    line = "holds a run with --example_shape=.* .the same numbers in examples of anoth"
+    with pytest.raises(ValueError, match=line):
+        build.experiment(**options | {"dataset": flat}, resume=True).run()
+    path = tmp_path / "run.flags"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(x for x in lines if "example_shape" not in x) + "\n")
+    again = build.experiment(**given, resume=True)  # of an earlier version
+    assert again.run(progress=False)["rounds"] == 2
+
+
 def test_names_that_come_later_are_other_data(tmp_path):
     """Numbers that a resume would call otherwise, as names that become numbers."""
     options = BASE | {"workdir": str(tmp_path), "algo": "fedavg"}

@@ -66,6 +66,37 @@ def test_columns_of_a_public_table_go_by_name(tmp_path):
         images(["a", "c"])
 
 
+def test_columns_of_a_public_table_have_the_same_names(tmp_path):
+    """Labels and owners are those of the data's options, or none: nobody reads them."""
+    table = pandas.DataFrame(GRID, columns=["a", "b", "c"])
+    beside = {"kind": np.arange(len(GRID)) % 2, "site": np.arange(len(GRID)) // 40}
+    table.assign(**beside).to_csv(tmp_path / "own.csv", index=False)
+    given = SMALL | {"algo": "fedmd", "dataset": f"csv:{tmp_path / 'own.csv'}"}
+    given |= {"label": "kind", "owner": "site", "partition": "natural"}
+    for columns in (beside, {}, {"site": beside["site"]}):
+        for name in ("public.csv", "public.parquet"):
+            path, public = tmp_path / name, table.assign(**columns)[:20]
+            if name.endswith("csv"):
+                public.to_csv(path, index=False)
+            else:
+                public.to_parquet(path, index=False)
+            made = build.experiment(**given, public_set=f"{path.suffix[1:]}:{path}")
+            np.testing.assert_array_equal(made.data.image[-20:], GRID[:20])
+
+
+def test_numbers_that_the_normalisation_is_not_for():
+    """A line, as a preset for images would hide the columns of a table."""
+    label = np.arange(len(GRID)) % 2
+    for x, kind, is_odd in (
+        (GRID * 1000, "half", True),
+        (GRID * 1000, "channel", False),
+        (np.clip(GRID, 0, 1), "half", False),
+    ):
+        made = build.experiment(dataset=(x, label), **SMALL, normalization=kind)
+        line = f"--normalization={kind} is for numbers from 0 to 1, and these are -"
+        assert sum(one.startswith(line) for one in made.notes) == is_odd
+
+
 def test_names_do_not_change_the_numbers(named):
     """Labels 0..Y-1 of images with a channel give the same bits, and have no names."""
     x, y = blobs(6, 6)
