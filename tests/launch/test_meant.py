@@ -364,6 +364,9 @@ def test_official_test_rows():
         test_split="client_share",
     )
     assert line.startswith("--test_split=client_share")
+    for again in ({"test": (X, Y)}, {"val": (X, Y)}):
+        assert len(notes("rows are the train rows", dataset=(X, Y), **again)) == 1
+    assert not notes("are the train rows", dataset=(X, Y), test=(X[::-1], Y))
 
 
 def test_official_test_rows_beside_owners():
