@@ -223,9 +223,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
         shared = batches, knowledge
         (trained, answers), here = here.update(client_update, shared=shared)
-        teachers = teacher(answers, cohort, hparams.ensemble, task.num_eligible)
+        teachers = teacher(answers, here.cohort, hparams.ensemble, task.num_eligible)
         loss_fn = server_loss(teachers)
-        server = proxy.train_server(hparams, loss_fn, task, state, data)
+        server = proxy.train_server(hparams, loss_fn, task, here.state, data)
         state = here.after(trained.variables, server=server)
         is_taught = jnp.asarray(hparams.client_distill_weight != 0)
         is_teaching = jnp.asarray(hparams.server_distill_weight != 0)
@@ -235,7 +235,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             "client logits": is_teaching & use_full,
             "client embeddings": is_teaching & use_rep,
         }
-        return state, trained.metrics(cohort), sent
+        return state, here.metrics(trained), sent
 
     sides = (
         (hparams.server_distance, hparams.server_distill_weight),

@@ -31,6 +31,23 @@ def cohort_weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Arr
     return weights(kind, num_examples, cohort.row_mask)
 
 
+def as_float(leaf: Any) -> jax.Array:
+    """A number as one that has a mean: counts and bools as f32."""
+    leaf = jnp.asarray(leaf)
+    return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype("float32")
+
+
+def summable(given: Any) -> Any:
+    """Leaves `as_float`, but for those of models, which keep their types."""
+
+    def is_model(node: Any) -> bool:
+        return isinstance(node, types.Variables)
+
+    return jax.tree.map(
+        lambda node: node if is_model(node) else as_float(node), given, is_leaf=is_model
+    )
+
+
 def weighted_mean(rows: Any, weight: Any) -> Any:
     """The sum of weight[c] * leaf[c] over leaves [C, ...], ignoring rows of weight 0.
 
@@ -45,10 +62,10 @@ def weighted_mean(rows: Any, weight: Any) -> Any:
 
     def average(weight: jax.Array, leaf: jax.Array) -> jax.Array:
         if weight.ndim > 1:
-            return jnp.where(weight > 0, weight * leaf, 0).sum(0).astype(leaf.dtype)
+            return jnp.where(weight != 0, weight * leaf, 0).sum(0).astype(leaf.dtype)
         # A dead row may hold nan, so select before multiplying. A product with the
         # weights is 50 times faster on a CPU than a sum over the leading axis.
-        safe = jnp.where(stacked.column(weight, leaf) > 0, leaf, 0)
+        safe = jnp.where(stacked.column(weight, leaf) != 0, leaf, 0)
         highest = jax.lax.Precision.HIGHEST
         return jnp.tensordot(weight, safe, 1, precision=highest).astype(leaf.dtype)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import (
+    aggregate,
     boundary,
     each_client,
     local_training,
@@ -125,7 +126,7 @@ def make(
         trained, row = _checked(out, own is not None)
         rest, variables = trained.split()
         if upload is not None:
-            out = jax.tree.map(_as_float, upload(client, server, trained))
+            out = jax.tree.map(aggregate.as_float, upload(client, server, trained))
             size, wanted = shapes.tree_bytes(out), messages[1].num_bytes
             if not upload_bytes and size != wanted:
                 raise ValueError(
@@ -140,9 +141,13 @@ def make(
         weight = here.weights(hparams.aggregation)
         (trained, rows), mean, here = here.update(update, shared=old, reduce=weight)
         if sent is not None:
+            pairs = zip(mean, sent.sent(old), strict=True)
+            mean = [one.astype(before.dtype) for one, before in pairs]
             mean = sent.joined(mean, sent.kept(old))
         if step is not None:
             mean = step(old, mean, rng.stream(state.key, "averaging.step", state.round))
+            if sent is not None:
+                mean = sent.joined(sent.sent(mean), sent.kept(old))
         server = mean
         if tx is not None:
             moments = state.server["moments"]
@@ -236,12 +241,6 @@ def own_or_server(
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and value > 0
-
-
-def _as_float(leaf: Any) -> jax.Array:
-    """A number of an upload as one that has a mean: counts and bools as f32."""
-    leaf = jnp.asarray(leaf)
-    return leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype("float32")
 
 
 def _checked(out: Any, has_row: bool) -> tuple[each_client.Trained, Any]:

@@ -248,14 +248,15 @@ class Round(NamedTuple):
 
         `fn` is traced once for each architecture, and the sums of all architectures are
         added. `given` are `shared`, `plan` and `levels`. Returns what `update` does,
-        with the round in place of the state.
+        with the round in place of the state. What its cohort weighs waits until
+        optimizer states are back, see `exchange.behind`.
         """
         if not self.by_architecture:
             task, state, cohort, data, _ = self
             *out, state = update(
                 fn, task, state, cohort, data, own=own, reduce=reduce, **given
             )
-            return *out, self._replace(state=state)
+            return *out, self._behind(state)
         every, total, opt_states = [], [], []
         for number, mine in enumerate(self.groups):
             is_mine = mine.cohort.row_mask
@@ -270,7 +271,12 @@ class Round(NamedTuple):
             opt_states.append(after.state.opt_state)
         kept = tuple(opt_states) if self.state.opt_state else ()
         state = self.state.replace(opt_state=kept, round=after.state.round)
-        return tuple(every), *total, self._replace(state=state)
+        return tuple(every), *total, self._behind(state)
+
+    def _behind(self, state: types.RoundState) -> Round:
+        """The round with a state after trips, and a cohort that is known after them."""
+        cohort = exchange.behind(self.cohort, state.round)
+        return self._replace(state=state, cohort=cohort)
 
     def in_turn(
         self, fn: Callable[[Client, Any], Any], start: Any, **given: Any
@@ -342,7 +348,8 @@ def update(
             L where `task.execution.is_bucketed` is False.
         reduce: Weights of sums over the clients that are taken while chunks run, so
             that memory is that of a chunk: f32[C], 0 on padding rows, or a prefix
-            pytree of such. `fn` then returns `(kept, given)`, and `given` is summed.
+            pytree of such, of either sign. `fn` then returns `(kept, given)`, and
+            `given` is summed, of which counts and bools become f32.
 
     Returns:
         (results of `fn` with leaves [C, ...], the state); with `reduce` (kept with
@@ -520,7 +527,7 @@ def over_clients(
             if reduce is None:
                 return out
             kept, given = out
-            return kept, aggregate.weighted_mean(given, reduce)
+            return kept, aggregate.weighted_mean(aggregate.summable(given), reduce)
 
         if chunk == num_rows:
             return exchange.behind(on_chunk(mine), rows)

@@ -66,7 +66,8 @@ def counted(
     """Messages of all real rows by kind, int32[kinds], in the order of `kinds`.
 
     `sent` has messages by the kind's name, int32[C] or one number for every row, and
-    other names are not counted. Raises ValueError if it lacks a kind.
+    other names are not counted. A round's sum of a kind is below 2^31. Raises
+    ValueError if it lacks a kind, or counts one in fractions.
     """
     missing = [kind.name for kind in kinds if kind.name not in sent]
     if missing:
@@ -74,7 +75,14 @@ def counted(
             f"a round counts no {' and no '.join(missing)}, which the algorithm's "
             "messages declare; return 0 for what is not sent"
         )
-    counts = [jnp.asarray(sent[kind.name], jnp.int32) for kind in kinds]
+    found = {kind.name: jnp.asarray(sent[kind.name]) for kind in kinds}
+    for name, count in found.items():
+        if not (count.dtype == bool or jnp.issubdtype(count.dtype, jnp.integer)):
+            raise ValueError(
+                f"a round counts {name} in {count.dtype}: messages are whole numbers; "
+                "of sizes that differ count the parts, such as kilobytes, of one size"
+            )
+    counts = [count.astype(jnp.int32) for count in found.values()]
     counts = exchange.everywhere(counts)
     total = [jnp.where(row_mask, n, 0).sum(dtype=jnp.int32) for n in counts]
     return jnp.stack(total) if total else jnp.zeros(0, jnp.int32)

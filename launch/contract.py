@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from fedjax_pfl import each_client, local_training
 from fedjax_pfl.rows import views
@@ -111,7 +112,8 @@ def _mild(options: dict[str, Any]) -> tuple[dict[str, Any], float]:
     if "client_optimizer" in known:
         # Adam turns rounding errors into steps, for instance of a bias before a norm.
         out.setdefault("client_optimizer", "sgd")
-    if "client_lr" in known:
+    tx = out.get("client_optimizer")
+    if "client_lr" in known and not isinstance(tx, optax.GradientTransformation):
         # Many steps at a high rate make large differences of them.
         out.setdefault("client_lr", MILD_LR)
         usual = known["client_lr"].default

@@ -1,6 +1,5 @@
 """Assembles a run from its settings: models, data, task, execution, program."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -195,9 +194,20 @@ def _program(
     of_others = computed.of_others(settings, hparams, task, hashed)
     parts = dict(of_others)
     if "algo" in parts:
-        # One that branches on a float fails where its rounds are compiled.
-        with contextlib.suppress(Exception):
+        try:
             parts["algo"] = hashed(hparams, is_for_all_floats=True)
+        except (
+            jax.errors.ConcretizationTypeError,
+            jax.errors.TracerArrayConversionError,
+        ) as error:
+            raise ValueError(
+                f"--algo={config.algo} needs the value of a float option to build its "
+                "round, which gets it as an argument: take options.is_off(...) or "
+                "jnp.where in the place of `if`, or declare it by fedjax_pfl.option("
+                "..., is_static=True)"
+            ) from error
+        except Exception:
+            pass  # It fails again where its rounds are compiled.
     code = computed.sha256(parts)
 
     def build(task: types.Task) -> program_lib.Program:

@@ -34,6 +34,13 @@ def test_weighted_mean_ignores_dead_rows(jit):
     np.testing.assert_allclose(mean["b"]["c"], expected[0], rtol=1e-6)
 
 
+def test_weights_of_either_sign():
+    """A sum of signed parts; only rows of weight 0 are left out."""
+    leaf, weight = jnp.array([[1.0], [2.0], [jnp.nan], [4.0]]), [0.5, -0.5, 0.0, 1.0]
+    for given in (jnp.array(weight), jnp.array(weight)[:, None]):
+        assert aggregate.weighted_mean(leaf, given).tolist() == [3.5]
+
+
 def test_weighted_mean_keeps_the_type():
     """Statistics that count stay counters."""
     mean = aggregate.weighted_mean(jnp.array([2, 4], jnp.int32), jnp.full(2, 0.5))

@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_pfl import (
     averaging,
+    boundary,
     each_client,
     execution,
     local_training,
@@ -145,6 +146,22 @@ def test_who_serves(tables, optimizer):
     assert made.serving(state, cohort, data) == ()
     (model,) = seen
     assert isinstance(model, types.Variables)
+
+
+def test_a_step_leaves_what_does_not_travel(tables):
+    """Else clients would begin with another part that nobody sent them."""
+    data, cohort = tables
+    model = small.linear(num_exits=2)
+    given = {
+        "sent": boundary.divided([True, False], model, (3,)),
+        "step": lambda server, mean, key: moved(mean, 1.0),
+    }
+    of_both = task(1)._replace(client_models=(model,), server_model=model)
+    method = averaging.make(averaging.Averaging(), of_both, without_rows, **given)
+    state = method.init(data, jax.random.key(0))
+    after, *_ = jax.jit(method.round)(state, cohort, data)
+    (first, kept), (new, still) = state.server.params, after.server.params
+    assert (new["w"] != first["w"]).all() and (kept["w"] == still["w"]).all()
 
 
 @pytest.mark.parametrize("optimizer", ["none", "sgd"])

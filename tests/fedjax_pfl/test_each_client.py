@@ -68,6 +68,20 @@ def test_the_bound_is_one_number_for_a_chunk():
     assert [e.invars[0].aval.shape for e in loop.params["cond_jaxpr"].eqns] == [()]
 
 
+@every_way
+def test_counts_and_bools_have_means(name):
+    """Whatever the chunk; a model's whole numbers keep their type."""
+
+    def fn(row, shared, bound, _):
+        model = types.Variables({"w": row * 0.5}, {"count": row})
+        return (), {"count": row, "is_odd": row % 2 == 1, "model": model}
+
+    run = jax.jit(each_client.over_clients([fn], HOW[name]))
+    _, mean = run(jnp.arange(8), (), STEPS, None, jnp.full(8, 1 / 8))
+    assert float(mean["count"]) == 3.5 and float(mean["is_odd"]) == 0.5
+    assert mean["model"].stats["count"].dtype == jnp.int32
+
+
 @pytest.mark.parametrize("name", ["two", "sharded"])
 def test_rows_that_do_not_fill_chunks_are_refused(name):
     """The planner pads; a caller that forgot gets told."""

@@ -70,6 +70,9 @@ def test_no_kinds_no_messages():
 
 def test_a_kind_that_is_never_sent_is_an_error():
     """Its bytes would be missing without a word."""
+    kinds = (types.MessageKind("a", "up", 8),)
+    with pytest.raises(ValueError, match="counts a in float32: .* whole numbers"):
+        traffic.counted({"a": jnp.array([0.5, 1.0])}, kinds, jnp.ones(2, bool))
     with pytest.raises(ValueError, match="counts no b, which"):
         traffic.counted({"a": 1}, KINDS, jnp.ones(3, bool))
 

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
+import algorithms
 import fedjax_pfl as fp
 from algorithms import fedavg, fedper
 from fedjax_pfl import averaging
@@ -37,6 +39,14 @@ def changed(base=fedper, **by_name):
         return made._replace(round=round)
 
     return SimpleNamespace(HParams=base.HParams, make=make, __name__="mine")
+
+
+def test_a_rate_is_of_an_optimizer_that_takes_one():
+    """A transformation has its own, beside which --client_lr is refused."""
+    for given, has_rate in ((optax.sgd, True), (optax.sgd(0.1), False)):
+        of_fedavg = {"algo": algorithms.ALGORITHMS["fedavg"], "client_optimizer": given}
+        options, _ = contract._mild(of_fedavg)
+        assert ("client_lr" in options) == has_rate
 
 
 @pytest.mark.slow

@@ -129,6 +129,20 @@ class Method:
         return an_algorithm(self.scale)["algo"].make(hparams, task)
 
 
+class Branching(Method):
+    """Asks for the value of a float option where its round is made."""
+
+    def make(self, hparams, task):
+        assert hparams.client_lr > 0
+        return super().make(hparams, task)
+
+
+def test_a_branch_on_a_float_option_is_named_at_once():
+    """Its round would end in a page of jax's, as it gets floats as arguments."""
+    with pytest.raises(ValueError, match="needs the value of a float .* is_static=T"):
+        build.experiment(**BASE | {"algo": Branching(1.0)})
+
+
 def a_method(scale):
     return {"algo": Method(scale)}
 

@@ -131,15 +131,20 @@ def test_as_on_one_device(case, vectors):
 
 
 @SLOW
-@pytest.mark.parametrize("state", ["reset", "persist"])
 @pytest.mark.parametrize(
-    "algo",
-    ["apfl", "ditto", "fedala", "fedd2s", "fedper", "fedrod", "lg_fedavg", "moon"]
-    + ["pfedme"],
+    "algo, state",
+    [
+        (algo, state)
+        for algo in ("apfl", "ditto", "fedala", "fedd2s", "fedper", "fedrod")
+        + ("lg_fedavg", "moon", "pfedme")
+        for state in ("reset", "persist")
+    ]
+    + [(algo, "persist") for algo in ("cdkt", "feddyn", "splitmix")],
 )
 def test_trips_wait(algo, state, vectors):
     """No other communication is under way, whatever a method sums."""
     options = {"rounds": 1, "optimizer_state": state, "client_momentum": 0.5}
+    options |= {"proxy_fraction": 0.1} if algo == "cdkt" else {}
     four = made(vectors, 4, algo=algo, **options)
     four.run(progress=False)
     (text,) = [x.as_text() for x in four.simulation.program.rounds.executables]
