@@ -223,6 +223,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         )
         shared = batches, knowledge
         (trained, answers), here = here.update(client_update, shared=shared)
+        here = here.in_order()
         teachers = teacher(answers, here.cohort, hparams.ensemble, task.num_eligible)
         loss_fn = server_loss(teachers)
         server = proxy.train_server(hparams, loss_fn, task, here.state, data)

@@ -61,13 +61,17 @@ class Dataset(NamedTuple):
         return "labelled tokens" if self.image.dtype == np.int32 else "numbers"
 
 
-def repeats(source: Dataset) -> tuple[str, ...]:
-    """Lines about official test or validation rows that are the train rows again."""
+def repeats(source: Dataset, has_test: bool) -> tuple[str, ...]:
+    """Lines about official rows that are the train rows again.
+
+    Test rows count if `has_test`, as they are else divided or not used.
+    """
     ends = np.cumsum([source.num_train, source.num_test])
     train, test, val = np.split(source.image, ends)
     return tuple(
         f"the {name} rows are the train rows, so that they measure how these are fitted"
         for name, rows in (("test", test), ("validation", val))
+        if name != "test" or has_test
         if len(rows) == len(train) and np.array_equal(rows, train)
     )
 

@@ -65,7 +65,7 @@ def opened(
         if files.are_splits(names := [str(name) for name in given]):
             raise ValueError(
                 f"dataset: {labels.listed(names)} look like splits and not like "
-                f"clients; parts are called {', '.join(SPLITS)}"
+                f"clients; parts are called {', '.join(SPLITS)}, and clients otherwise"
             )
     if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
         several = [name for name in SPLITS[2:] if name in given]
@@ -470,7 +470,7 @@ def _stacked(values: Any, where: str) -> Any:
     if not (isinstance(values, Sequence) or is_of_objects) or isinstance(values, str):
         return values
     rows = [_plain(one) for one in values]
-    if all(map(_is_image, values)):
+    if all(map(_is_image, values)) and len({one.dtype for one in rows}) == 1:
         rows = images.coloured(rows)
     shapes = {np.shape(one): None for one in rows if not isinstance(one, (str, bytes))}
     if len(shapes) > 1 and () not in shapes:

@@ -147,9 +147,11 @@ def from_frame(
     frame = frame.set_axis(names, axis=1)
     if least_classes < 2:  # of a public set, in which nobody reads labels and owners
         owner = _named(names, owner) if _named(names, owner) in names else ""
-        if not (_named(names, label) in names if label else _called(names, LABELS)):
-            label, frame = label or LABELS[0], frame.assign(**{label or LABELS[0]: 0})
-            names = list(frame.columns)
+        found = {_named(names, label)} & {*names} if label else _called(names, LABELS)
+        label = min(found, default=label or LABELS[0])
+        frame = frame.copy()
+        frame[label] = 0
+        names = list(frame.columns)
     label, owner = chosen(names, label, owner)
     others = [name for name in names if name not in (label, owner)]
     unused, column = frame.index.names, split_column(frame, others)

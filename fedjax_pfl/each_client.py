@@ -248,15 +248,14 @@ class Round(NamedTuple):
 
         `fn` is traced once for each architecture, and the sums of all architectures are
         added. `given` are `shared`, `plan` and `levels`. Returns what `update` does,
-        with the round in place of the state. What its cohort weighs waits until
-        optimizer states are back, see `exchange.behind`.
+        with the round in place of the state.
         """
         if not self.by_architecture:
             task, state, cohort, data, _ = self
             *out, state = update(
                 fn, task, state, cohort, data, own=own, reduce=reduce, **given
             )
-            return *out, self._behind(state)
+            return *out, self._replace(state=state)
         every, total, opt_states = [], [], []
         for number, mine in enumerate(self.groups):
             is_mine = mine.cohort.row_mask
@@ -271,12 +270,15 @@ class Round(NamedTuple):
             opt_states.append(after.state.opt_state)
         kept = tuple(opt_states) if self.state.opt_state else ()
         state = self.state.replace(opt_state=kept, round=after.state.round)
-        return tuple(every), *total, self._behind(state)
+        return tuple(every), *total, self._replace(state=state)
 
-    def _behind(self, state: types.RoundState) -> Round:
-        """The round with a state after trips, and a cohort that is known after them."""
-        cohort = exchange.behind(self.cohort, state.round)
-        return self._replace(state=state, cohort=cohort)
+    def in_order(self) -> Round:
+        """The round with a cohort that is known once optimizer states are back.
+
+        What is summed over clients after an `update` without `reduce` waits for these
+        trips by it, see `exchange.behind`.
+        """
+        return self._replace(cohort=exchange.behind(self.cohort, self.state.round))
 
     def in_turn(
         self, fn: Callable[[Client, Any], Any], start: Any, **given: Any

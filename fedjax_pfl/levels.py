@@ -355,15 +355,16 @@ def make(
         brought = here.rows if own is None else own(state, cohort, data)
         given = {"own": brought, "shared": old, "levels": submodel.num_levels}
         trained, here = here.update(update, **given)
+        here = here.in_order()
         weight, mask = here.weights("uniform"), submodel.held(here.cohort, brought)
 
         def mean(variables: types.Variables) -> types.Variables:
             return aggregate.masked_mean(variables, weight, mask, old)
 
         finish = server_update or mean_update
-        new, rows = finish(state.server, trained, brought, cohort, mean, data)
+        new, rows = finish(state.server, trained, brought, here.cohort, mean, data)
         state = here.after(rows, server=new)
-        return state, here.metrics(trained), submodel.sent(cohort)
+        return state, here.metrics(trained), submodel.sent(here.cohort)
 
     def mean_update(server: Any, trained: each_client.Trained, own, cohort, mean, _):
         new = mean(trained.variables)

@@ -111,7 +111,7 @@ def _source(
         is_given = test is not None and not test.is_of_whole
         where = "of test=" if is_given else "that are test rows in the data"
         notes.append(f"--test_split={kind} does not use the rows {where}")
-    notes += dataset.repeats(found) if is_own else ()
+    notes += dataset.repeats(found, kind in (None, "official")) if is_own else ()
     if found.num_val and kind not in (None, "official"):
         line = "the data's own validation rows stay as they are"
         notes.append(f"--test_split={kind} is of the other rows; {line}")

@@ -43,11 +43,14 @@ def _line(values: Mapping[str, Any]) -> str:
 
 def joined(lines: Sequence[str]) -> str:
     """Sweeps as one, with all values of a name that several of them have."""
-    values: dict[str, dict[str, None]] = {}
-    for part in ";".join(lines).split(";"):
-        name, _, listed = part.strip().partition("=")
-        values.setdefault(name, {}).update(dict.fromkeys(listed.split(",")))
-    return _line(values)
+    values: dict[str, dict[float | str, str]] = {}
+    for part in filter(str.strip, ";".join(lines).split(";")):
+        name, _, listed = part.strip().removeprefix("--").partition("=")
+        of_name = values.setdefault(name.strip(), {})
+        for value in map(str.strip, listed.split(",")):
+            number = _number(value)
+            of_name.setdefault(value if number is None else number, value)
+    return _line({name: one.values() for name, one in values.items()})
 
 
 def _number(text: str) -> float | None:

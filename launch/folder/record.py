@@ -210,8 +210,12 @@ def _distinct(runs: Sequence[Record], names: list[str]) -> list[str]:
 
     def hashes_of(group: Sequence[Record], run: Record) -> list[str]:
         every = dict.fromkeys(name for other in group for name in other.hashes)
+        # Earlier versions wrote no shape.
+        if not all("example_shape" in other.hashes for other in group):
+            every.pop("example_shape", None)
         return [
-            f"{name.removesuffix('_sha256')}={run.hashes.get(name, 'unset')[:6]}"
+            f"{name.removesuffix('_sha256')}="
+            f"{run.hashes.get(name, 'unset')[: 6 if name.endswith('sha256') else None]}"
             for name in _differing(group, list(every), "hashes")
         ]
 

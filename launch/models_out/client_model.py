@@ -29,6 +29,7 @@ class ClientModel(NamedTuple):
     Attributes:
         data: The run's data, which define the normalisation and the type of images.
         image_size, image_channels, model_width, layout: The options of these names.
+        files_layout: What a user's files have with `layout` auto, see `Dataset.layout`.
         classes: The names of the classes in the order of the columns, None = 0..Y-1.
         columns: The columns of the table that it was trained on, None = no table.
         rows: Gives the rows that it was trained on, for its file.
@@ -46,6 +47,7 @@ class ClientModel(NamedTuple):
     columns: tuple[str, ...] | None = None
     rows: Callable[[], model_files.Rows] | None = None
     precision: str | None = None
+    files_layout: str = ""
 
     def predict(self, images: Any) -> np.ndarray:
         """Predicts probabilities f32[N, Y] of raw images [N, ...].
@@ -198,16 +200,24 @@ class ClientModel(NamedTuple):
                 table = pandas.DataFrame(dict(table))
         return frames.ordered(table, self.columns)
 
+    def _laid_out(self, images: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Images in the data's layout, or as they are where that is the model's."""
+        if self.layout == "auto" and images.ndim == len(self.files_layout):
+            out, _ = arrays.laid_out(images, self.files_layout)
+            if out.shape[1:] == shape:
+                return out
+        if self.layout == "auto" and images.shape[1:] == shape:
+            return images
+        with files.named("images"):
+            return arrays.laid_out(images, self.layout)[0]
+
     def _checked(self, images: np.ndarray) -> np.ndarray:
         """Converts images to the data set's shape and type, or refuses them."""
         shape, kind = self.data.image.shape[1:], self.data.image.dtype
-        if images.ndim == 2 and len(shape) == 3 and self.layout != "auto":
-            with files.named("images"):
-                images = arrays.squares(images, self.layout)  # as LEAF's flat rows
-        is_whole = self.layout == "auto" and images.shape[1:] == shape
-        if images.ndim in (3, 4) and not is_whole and not self.data.num_words:
-            with files.named("images"):
-                images, _ = arrays.laid_out(images, self.layout)
+        if self.layout == "nhw" and images.shape[1:] == (shape[0] ** 2,):
+            images = arrays.squares(images, self.layout)  # as LEAF's flat rows
+        if images.ndim in (3, 4) and not self.data.num_words:
+            images = self._laid_out(images, shape)
         if images.shape[1:] != shape and images.ndim == len(shape) + 1:
             raw = dataset.Dataset(images, np.zeros(len(images)), 0, 0)
             images = dataset.fitted(raw, self.image_size, self.image_channels).image
@@ -297,8 +307,9 @@ def find(
         image = np.asarray(data.image)[: run.num_examples]
         return model_files.rows_of(image, np.concatenate(trained), run.trained_before)
 
-    names = run.layout, run.classes, run.columns
-    return ClientModel(model, variables, data, *sizes, *names, rows, precision)
+    names = config.layout, run.classes, run.columns
+    how = rows, precision, run.files_layout
+    return ClientModel(model, variables, data, *sizes, *names, *how)
 
 
 def _other_round(run: Run, index: int, variant: int) -> str:

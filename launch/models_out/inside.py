@@ -51,7 +51,8 @@ def _asked(
     if not len(mine):
         raise ValueError(f"client_id={client_id} has no rows of split={split}")
     # The examples of the run are laid out already.
-    found = client_model.find(run, client_id, seed, point)._replace(layout="auto")
+    found = client_model.find(run, client_id, seed, point)
+    found = found._replace(layout="auto", files_layout="")
     return found, mine, np.asarray(run.data.image[mine])
 
 

@@ -79,7 +79,7 @@ class Run:
         self.own_sha256 = settings.own_sha256
         self.computed_sha256 = parts.computed_sha256
         self.classes, self.columns = source.classes, source.columns
-        self.layout = source.layout or config.layout
+        self.files_layout = source.layout
         self.num_examples, self.row_numbers = len(source.label), source.row
         self.trained_before = tuple(parts.trained_before)
         owners = source.owners if config.partition == "natural" else None

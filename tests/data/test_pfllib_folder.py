@@ -94,6 +94,16 @@ def test_images_to_predict_are_laid_out_as_the_files(tmp_path):
     np.testing.assert_allclose(made.predict(None, x), wanted, rtol=1e-6)
 
 
+def test_images_to_predict_may_have_the_shape_of_the_models(folder):
+    """Where the files' layout does not fit: channels last, and gray ones."""
+    given = {"algo": "fedavg", "preset": "none", "model": "mlp"}
+    made = build.experiment(dataset=f"pfllib:{folder}", **given)
+    x = clients_of("train")[0]["x"]
+    wanted = made.predict(None, x)
+    for other in (x.transpose(0, 2, 3, 1), x[:, 0]):
+        np.testing.assert_array_equal(made.predict(None, other), wanted)
+
+
 def test_many_clients_are_in_the_order_of_their_numbers(tmp_path):
     for part in SIZES:
         for client in range(12):

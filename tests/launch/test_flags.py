@@ -331,7 +331,7 @@ def test_a_second_sweep_is_refused(in_file):
         with pytest.raises(flagfile.UsageError, match="--sweep='.*0.2;weight_decay"):
             parse(*first, given[1])
     with pytest.raises(flagfile.UsageError, match="--sweep='client_lr=0.1,0.2,0.3'"):
-        parse(given[0], "--sweep=client_lr=0.2,0.3")
+        parse(given[0], "--sweep= --client_lr=0.20,0.3;")
     assert parse(in_file(given[0]), given[1])["sweep"] == "weight_decay=0.1"
     assert parse(given[0], given[0])["sweep"] == "client_lr=0.1,0.2"
 
