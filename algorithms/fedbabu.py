@@ -23,8 +23,8 @@ Classification", ICLR 2022, https://arxiv.org/abs/2106.06042 (Algorithm 1).
 Differs from the paper: a client is served the server's model as it is, with the first
 head, and its fine-tuned model is a measurement beside it. Fine-tuning trains body and
 head, as the paper's main tables do, with the rate of the rounds. The paper has FedAvg's
-weights; PFLlib, too. PFLlib fine-tunes once, after the last round, for ten epochs, and
-from each client's own body before the last mean.
+weights; PFLlib, too. PFLlib fine-tunes once, after the last round, for ten epochs,
+without short batches, and from each client's own body before the last mean.
 """
 
 import dataclasses
