@@ -114,6 +114,8 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
     given = (one[may_train] for one in (made.planner.chance, made.planner.in_time))
     lines += notes.of_absent(config, algorithm, *given)
     lines += notes.of_plans(config, algorithm.plans, planned.num_rows)
+    counts = data.partition.adapting.count, data.partition.test.count > 0
+    lines += notes.of_adaptation(_adaptation(settings), *map(np.asarray, counts))
     lines += notes.of_rows_of_nobody(config, made.program.algorithm, data.partition)
     lines += notes.of_unmeasured_clients(config, data.partition)
     every = (*source.notes, *found.notes, *of_data, *lines)
@@ -307,7 +309,11 @@ def _scoring(
 
 
 def _adaptation(settings: Settings) -> types.PlanSpec | None:
-    """The plan of `--fine_tune_epochs`: all rows, in batches as in local training."""
+    """The plan of `--fine_tune_epochs`: all rows, in local training's whole batches.
+
+    Epochs of local training may have fewer (`--examples_per_round`), and may end in a
+    short batch, as here without `--drop_last`.
+    """
     epochs, hparams = settings.config.fine_tune_epochs, settings.hparams
     if not epochs:
         return None
@@ -316,7 +322,8 @@ def _adaptation(settings: Settings) -> types.PlanSpec | None:
             f"--fine_tune_epochs={epochs}: the clients of "
             f"--algo={settings.config.algo} do not train; omit it"
         )
-    return types.PlanSpec("adapt", epochs, hparams.batch_size)
+    drop_last = hparams.drop_last
+    return types.PlanSpec("adapt", epochs, hparams.batch_size, drop_last=drop_last)
 
 
 def _hashes(

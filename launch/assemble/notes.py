@@ -335,6 +335,23 @@ def of_plans(
     return out
 
 
+def of_adaptation(
+    spec: types.PlanSpec | None, rows: np.ndarray, has_test: np.ndarray
+) -> list[str]:
+    """A line about measured clients whose rows fill no batch of `--fine_tune_epochs`.
+
+    `rows` int[seeds, K] are those on which each client adapts, and of clients with
+    `has_test` bool[seeds, K] the adapted models are measured.
+    """
+    if spec is None or not (lacking := has_test & (spec.steps(rows) == 0)).any():
+        return []
+    return [
+        f"--drop_last: {lacking.sum(1).max()} of {rows.shape[1]} clients have fewer "
+        f"than the {spec.batch_size} train rows of a batch and are measured without "
+        "--fine_tune_epochs"
+    ]
+
+
 def of_constants(
     config: schema.Config, image: np.ndarray, normal: tuple[np.ndarray, np.ndarray]
 ) -> list[str]:

@@ -534,6 +534,15 @@ def test_numbers_of_lower_precision_have_a_hash(given):
     assert len(made.computed_sha256) == 64 * ("sweep" not in given)
 
 
+def _goes_on_without(name, folder, given):
+    """A run goes on whose run.flags is of an earlier version, without a line."""
+    path = folder / "run.flags"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(one for one in lines if name not in one) + "\n")
+    again = build.experiment(**given, resume=True)
+    assert again.run(progress=False)["rounds"] == 2
+
+
 def test_the_shape_of_examples_belongs_to_the_data(tmp_path):
     """The same bytes are images with one mean, or vectors with one for each number."""
     x = SOURCE.image.astype(np.float32)
@@ -544,11 +553,7 @@ def test_the_shape_of_examples_belongs_to_the_data(tmp_path):
     line = "holds a run with --example_shape=.* .the same numbers in examples of anoth"
     with pytest.raises(ValueError, match=line):
         build.experiment(**options | {"dataset": flat}, resume=True).run()
-    path = tmp_path / "run.flags"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(x for x in lines if "example_shape" not in x) + "\n")
-    again = build.experiment(**given, resume=True)  # of an earlier version
-    assert again.run(progress=False)["rounds"] == 2
+    _goes_on_without("example_shape", tmp_path, given)
 
 
 def test_names_that_come_later_are_other_data(tmp_path):
@@ -558,11 +563,7 @@ def test_names_that_come_later_are_other_data(tmp_path):
     named = SOURCE.image, np.array(list("abcd"))[SOURCE.label]
     with pytest.raises(ValueError, match="holds a run with --names_sha256="):
         build.experiment(**options | {"dataset": named}, resume=True).run()
-    path = tmp_path / "run.flags"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(x for x in lines if "names_sha256" not in x) + "\n")
-    again = build.experiment(**options, resume=True)  # of an earlier version
-    assert again.run(progress=False)["rounds"] == 2
+    _goes_on_without("names_sha256", tmp_path, options)
 
 
 def test_other_floats_share_a_program():

@@ -86,7 +86,8 @@ def adapted(experiment, client, num_epochs, pull=None):
     if model.has_exits:
         level = int(levels.assigned(experiment.hparams, 10)[0][client])
     size, lr = experiment.hparams.batch_size, experiment.hparams.client_lr
-    spec = types.PlanSpec("adapt", num_epochs, size)
+    drop_last = experiment.hparams.drop_last
+    spec = types.PlanSpec("adapt", num_epochs, size, drop_last=drop_last)
     named = np.array([client]), np.array([len(own)])
     order = plan.orders(0, experiment.round, *named, spec).reshape(num_epochs, -1)
     for epoch in order:
@@ -265,12 +266,28 @@ def test_trained_models_of_a_sample():
     )
 
 
-@pytest.mark.parametrize("less", [{"examples_per_round": 2}, {"drop_last": True}])
-def test_fine_tuning_takes_all_rows(less):
+def test_fine_tuning_takes_all_rows():
     """Whatever local training leaves out."""
-    both = [planned(fine_tune_epochs=2, batch_size=7, **one) for one in ({}, less)]
+    given = {"fine_tune_epochs": 2, "batch_size": 7}
+    both = [planned(**given, **one) for one in ({}, {"examples_per_round": 2})]
     records = [one.run(until=0, progress=False) and one.metrics[0] for one in both]
     assert records[0]["fine_tuned_loss"] == records[1]["fine_tuned_loss"]
+
+
+def test_fine_tuning_of_clients_without_a_whole_batch():
+    """With --drop_last they are measured as they are, and a line says how many."""
+    owner = np.arange(240) % 24 % 10  # 20 or 30 rows, of which some are for tests
+    given = {"dataset": (X, Y, owner), "batch_size": 20, "drop_last": True}
+    made = ran(**given, fine_tune_epochs=2, client_metrics="every", unseen_clients=5)
+    frame = made.client_metrics()
+    lacks = np.asarray(part(made).adapting.count) < 20
+    same = frame[lacks[frame["client"]]]
+    assert lacks.sum() == 6 and (same["fine_tuned_accuracy"] == same["accuracy"]).all()
+    assert made.metrics[-1]["fine_tuned_loss"] != made.metrics[-1]["client_loss"]
+    said = "--drop_last: 6 of 10 clients have fewer than the 20 train rows of a batch "
+    assert said + "and are measured without --fine_tune_epochs" in made.notes
+    plain = planned(**given | {"batch_size": 5}, fine_tune_epochs=2).notes
+    assert not any("measured without" in note for note in plain)
 
 
 def test_rows_of_nobody_without_a_server():
@@ -330,8 +347,9 @@ def test_what_is_measured_of_them():
     [("fedavg", 1), ("fedper", 4), ("ditto", 1), ("cdkt", 1), ("depthfl", 4)],
 )
 def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
+    """In batches of which the last is short, but with --drop_last (fedper here)."""
     more = {
-        "fedper": {"personal_from": "last"},
+        "fedper": {"personal_from": "last", "drop_last": True},
         "depthfl": {"self_distill_weight": 0.0},
     }
     more["cdkt"] = {"proxy_fraction": 0.1}
