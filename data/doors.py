@@ -102,24 +102,25 @@ def joined(
     label: str = "",
     owner: str = "",
     where: str = "dataset",
-    **given: Any,
+    layout: str = "auto",
+    least_classes: int = 2,
 ) -> dataset.Dataset:
     """Makes a data set of the rows of `opened`, with its lines.
 
     `label` and `owner` are those that were given to it, `where` the name in errors, and
-    `given` are `layout` and `least_classes` of `arrays.from_arrays`. Raises ValueError
-    as that does.
+    `layout` and `least_classes` are those of `arrays.from_arrays`. Raises ValueError as
+    that does.
     """
     form = "arrays" if train.frame is None else "frame"
-    more = {"test": test and getattr(test, form), "val": val and getattr(val, form)}
+    given = {"test": test and getattr(test, form), "val": val and getattr(val, form)}
+    given |= {"least_classes": least_classes, "where": where}
     if train.frame is None:
-        made = arrays.from_arrays(*train.arrays, **given, **more, where=where)
+        made = arrays.from_arrays(*train.arrays, **given, layout=layout)
     else:
         # The owner's column of a table that is given as test= is not read.
         owned = ("test", "val") if test is not None and test.is_of_whole else ("val",)
-        named = {"label": label, "owner": owner, "owned": owned, "where": where}
-        named |= {name: given[name] for name in ("least_classes",) if name in given}
-        made = frames.from_frame(train.frame, **named, **more)
+        named = {"label": label, "owner": owner, "owned": owned}
+        made = frames.from_frame(train.frame, **named, **given)
     return made._replace(notes=(*train.notes, *made.notes))
 
 

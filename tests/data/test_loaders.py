@@ -64,6 +64,19 @@ def test_fewer_rows_than_the_official_files_are_named(tmp_path, monkeypatch):
     assert loaders.load("mnist", str(tmp_path)).notes == ()
 
 
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_images_of_the_data_set_with_the_same_files(tmp_path, monkeypatch, name):
+    """MNIST's files have the names of Fashion-MNIST's; a run says whose they are."""
+    monkeypatch.setitem(loaders.ROWS, name, (4, 4))
+    for mean, is_other in ((33, name != "mnist"), (73, name == "mnist")):
+        for image_name, label_name in loaders.IDX_FILES:
+            write_idx(tmp_path / image_name, np.full((4, 28, 28), mean, np.uint8))
+            write_idx(tmp_path / label_name, np.arange(4, dtype=np.uint8))
+        said = loaders.load(name, str(tmp_path)).notes
+        assert len(said) == is_other
+        assert all(f"mean pixel of {'fashion_' * (mean == 73)}mnist" in n for n in said)
+
+
 @pytest.mark.parametrize(
     ("name", "folder"),
     [("mnist", "mnist"), ("mnist", "MNIST/raw"), ("fashion_mnist", "FashionMNIST/raw")],
