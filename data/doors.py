@@ -200,7 +200,8 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
             parts = zip(*items, strict=True)
             return Rows(tuple(_stacked(list(part), where) for part in parts))
         if items and all(isinstance(one, Mapping) for one in items):
-            columns = {name: [one.get(name) for one in items] for name in items[0]}
+            names = dict.fromkeys(name for one in items for name in one)
+            columns = {name: [one.get(name) for one in items] for name in names}
             return _of_columns(columns, where, label, owner)
         reason += " whose items are neither (x, y) nor dicts"
     elif hasattr(given, "__iter__") and not hasattr(given, "dtype"):

@@ -387,6 +387,11 @@ def test_official_test_rows_of_a_table():
         (Loader(pairs(), range(5)), None, "draws some of its rows; give its .dataset"),
         (Loader(Stream(), Stream()), None, "draws some of its rows; give its .dataset"),
         (Rows([1, 2, 3, 4]), None, "items are neither .x, y. nor dicts"),
+        (
+            [{"a": 1.0, "y": k % 2} | ({"b": 2.0} if k == 3 else {}) for k in range(4)],
+            None,
+            "values are missing, of which b has 3",
+        ),
         (TABLE.groupby("label"), None, "DataFrameGroupBy whose rows raise a KeyError"),
         (
             HuggingFace(images(image=[Image(X[0]), *[Image(X[0, 1:])] * 11])),
