@@ -387,11 +387,6 @@ def test_official_test_rows_of_a_table():
         (Loader(pairs(), range(5)), None, "draws some of its rows; give its .dataset"),
         (Loader(Stream(), Stream()), None, "draws some of its rows; give its .dataset"),
         (Rows([1, 2, 3, 4]), None, "items are neither .x, y. nor dicts"),
-        (
-            [{"a": 1.0, "y": k % 2} | ({"b": 2.0} if k == 3 else {}) for k in range(4)],
-            None,
-            "values are missing, of which b has 3",
-        ),
         (TABLE.groupby("label"), None, "DataFrameGroupBy whose rows raise a KeyError"),
         (
             HuggingFace(images(image=[Image(X[0]), *[Image(X[0, 1:])] * 11])),
@@ -436,6 +431,13 @@ def test_official_test_rows_that_differ(test, words):
     """Examples and labels are of the same kind as the train rows."""
     with pytest.raises(ValueError, match=words):
         arrays.from_arrays(X, Y, test=test)
+
+
+def test_rows_that_are_dicts_have_the_columns_of_all():
+    """Also one that the first row lacks, which was left out."""
+    every = [{"a": 1.0, "y": k % 2} | ({"b": 2.0} if k == 3 else {}) for k in range(4)]
+    with pytest.raises(ValueError, match="values are missing, of which b has 3; repl"):
+        doors.joined(*doors.opened(every))
 
 
 def test_bfloat16():
