@@ -76,6 +76,12 @@ def repeats(source: Dataset, has_test: bool) -> tuple[str, ...]:
     )
 
 
+def num_shared(rows: np.ndarray, others: np.ndarray) -> int:
+    """How many of the examples `rows` [N, ...] are one of `others`, in all bits."""
+    known = {one.tobytes() for one in others}
+    return sum(one.tobytes() in known for one in rows)
+
+
 def owner_names(source: Dataset) -> tuple[str, ...]:
     """Returns the name of each owner, which is its number if it has no other."""
     return source.owners or tuple(map(str, range(int(source.client.max()) + 1)))

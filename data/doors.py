@@ -117,10 +117,7 @@ def joined(
     if train.frame is None:
         made = arrays.from_arrays(*train.arrays, **given, layout=layout)
     else:
-        # The owner's column of a table that is given as test= is not read.
-        owned = ("test", "val") if test is not None and test.is_of_whole else ("val",)
-        named = {"label": label, "owner": owner, "owned": owned}
-        made = frames.from_frame(train.frame, **named, **given)
+        made = frames.from_frame(train.frame, label, owner, **given)
     return made._replace(notes=(*train.notes, *made.notes))
 
 
@@ -160,7 +157,7 @@ def _is_pair_of_pairs(given: Any) -> bool:
 
 def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     """Returns the rows of an object; see `opened`."""
-    if (found := _of_clients(given, where)) is not None:
+    if (found := _of_clients(given, where, owner)) is not None:
         return found
     columns = as_columns(given)
     if columns is not None:
@@ -209,17 +206,22 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     raise ValueError(f"{where}: expected {FORMS}, {reason}")
 
 
-def _of_clients(given: Any, where: str) -> Rows | None:
+def _of_clients(given: Any, where: str, owner: str) -> Rows | None:
     """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
 
-    A client may also have a data set of torch or the like, with items (x, y). A line
-    names clients without rows in `dataset=`, which are left out. Returns None for other
-    objects. Raises ValueError for a list of such pairs, if clients differ in the shape
-    of their examples, and if a label is missing.
+    A client may also have a data set of torch or the like, with items (x, y), and where
+    x are tables the whole is one, see `_of_tables`. A line names clients without rows
+    in `dataset=`, which are left out. Returns None for other objects. Raises ValueError
+    for a list of such pairs, if clients differ in the shape of their examples, and if a
+    label is missing.
     """
     held = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(held, Mapping) or is_frame(held) or not len(held):
         return None
+    if held is given and (tables := _tables(held, where)):
+        if (found := _of_tables(tables, where, owner)) is not None:
+            return found
+        held = given = tables
     parts: dict[Any, Any] = {}
     for name, one in held.items():
         if _is_listed(one):
@@ -271,20 +273,102 @@ def _of_clients(given: Any, where: str) -> Rows | None:
     y = np.concatenate(
         arrays.alike(*(y for _, y in parts.values() if len(y))) or [none[1]]
     )
-    sizes = [len(one[1]) for one in parts.values()]
-    empty = [str(name) for name, size in zip(parts, sizes, strict=True) if not size]
-    notes = ()
+    client, notes = _named_rows({n: len(one[1]) for n, one in parts.items()}, where)
+    return Rows((x, y, client), notes=notes)
+
+
+def _named_rows(
+    sizes: Mapping[Any, int], where: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The name of each row's client, of clients with some rows, and a line of others.
+
+    Raises ValueError for a name that is no text or number.
+    """
+    empty, notes = [str(name) for name, size in sizes.items() if not size], ()
     if empty and where == "dataset":
         shown = labels.listed(empty[:3]) + ", ..." * (len(empty) > 3)
-        line = f"{len(empty)} of {len(parts)} clients of dataset= have no rows and are "
+        line = f"{len(empty)} of {len(sizes)} clients of dataset= have no rows and are "
         notes = (f"{line}left out: {shown}",)
-    if odd := [one for one in parts if isinstance(one, tuple)]:
+    if odd := [one for one in sizes if isinstance(one, tuple)]:
         raise ValueError(
             f"{where}: clients are called by texts or whole numbers, got {odd[0]!r}"
         )
     # As a list, numpy would make texts of numbers beside some.
-    names = labels.as_array(list(parts), where)
-    return Rows((x, y, np.repeat(names, sizes)), notes=notes)
+    names = labels.as_array(list(sizes), where)
+    return np.repeat(names, list(sizes.values())), notes
+
+
+def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
+    """(table,) or (table, y) of each client, {} if no client has a table.
+
+    Columns are in the order of the first client's. Raises ValueError if clients differ
+    in their columns or in the form, or if labels have a table's index in another order.
+    """
+    out: dict[Any, tuple[Any, ...]] = {}
+    for name, one in held.items():
+        if isinstance(one, Mapping) and {*one} == {"x", "y"}:
+            one = one["x"], one["y"]
+        parts = one if isinstance(one, tuple) and len(one) == 2 else (one,)
+        if (frame := _as_frame(parts[0])) is not None:
+            out[name] = (frame.set_axis(list(map(str, frame.columns)), axis=1),)
+            out[name] += parts[1:]
+    if not out:
+        return {}
+    forms = {len(one) for one in out.values()}
+    if len(out) < len(held) or len(forms) > 1:
+        raise ValueError(
+            f"{where}: some clients have a table and others arrays, or labels beside "
+            "it; give all one form"
+        )
+    has_rows = [name for name, (frame, *_) in out.items() if len(frame)]
+    first = (has_rows or [*out])[0]
+    columns = list(out[first][0].columns)
+    for name in has_rows:
+        frame, *others = out[name]
+        with files.named(f"{where}: {labels.limited(str(name))}"):
+            frames.check_names(list(frame.columns))
+        if odd := {*frame.columns} ^ {*columns}:
+            raise ValueError(
+                f"{where}: {labels.limited(str(first))} and "
+                f"{labels.limited(str(name))} do not both have the columns "
+                f"{labels.listed(sorted(odd))}; give all clients the same"
+            )
+        for y in others:
+            check_order(frame, y, "y", f"{where}: {labels.limited(str(name))}")
+        out[name] = (frame[columns], *others)
+    return out
+
+
+def _of_tables(
+    tables: Mapping[Any, tuple[Any, ...]], where: str, owner: str
+) -> Rows | None:
+    """Joins the tables of clients to one, with a column of their names.
+
+    It is called `owner` if the tables have a column of that name, else `client`. None
+    if there are labels beside them that do not fit, or bytes, which are pixels. Raises
+    ValueError if that column has other names.
+    """
+    import pandas  # takes long to import
+
+    every = []
+    for frame, *y in tables.values():
+        index = [str(name) for name in frame.index.names if name is not None]
+        plain = frame.reset_index(drop=True).rename_axis(", ".join(index) or None)
+        every.append(_with_labels(frame, y, where) if y else plain)
+    if any(one is None for one in every):
+        return None
+    sizes = {name: len(one) for name, one in zip(tables, every, strict=True)}
+    client, notes = _named_rows(sizes, where)
+    some = [one for one in every if len(one)] or every[:1]
+    joined = pandas.concat(some, ignore_index=True).rename_axis(some[0].index.name)
+    column = owner if owner in joined else "client"
+    if column in joined and (joined[column].astype(str) != client.astype(str)).any():
+        raise ValueError(
+            f"{where}: the column {column} has other names than the clients; drop or "
+            "rename it"
+        )
+    joined[column] = client
+    return Rows(None, joined, True, notes)
 
 
 def _is_of_client(value: Any) -> bool:
@@ -394,6 +478,19 @@ def check_order(table: Any, column: Any, name: str, where: str) -> None:
             f"{name}.loc[table.index], or {name}.to_numpy() if its order is that of "
             "the rows"
         )
+
+
+def _as_frame(given: Any) -> pandas.DataFrame | None:
+    """A table of pandas, polars or pyarrow as one of pandas, None for other objects."""
+    is_table = hasattr(given, "get_columns") or hasattr(given, "to_pandas")
+    if isinstance(given, Mapping) or not (is_table or is_frame(given)):
+        return None
+    columns = as_columns(given)
+    if columns is None or is_frame(columns):
+        return columns
+    import pandas  # takes long to import
+
+    return pandas.DataFrame(columns)
 
 
 def is_frame(given: Any) -> bool:

@@ -7,7 +7,7 @@ import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +50,7 @@ def from_csv(
     place = files.given(path, "a CSV file")
     try:
         files.check(place, "a CSV file")
-        _check_width(place)
+        _check_header(place)
         with warnings.catch_warnings():
             # Lines longer than the header would be cut off.
             warnings.simplefilter("error", pandas.errors.ParserWarning)
@@ -83,12 +83,21 @@ def from_csv(
     return made._replace(notes=(*made.notes, *doubts))
 
 
-def _check_width(place: pathlib.Path) -> None:
-    """Refuses (ValueError) very many columns, for which pandas takes hours."""
+def _check_header(place: pathlib.Path) -> None:
+    """Refuses (ValueError) other separators, and very many columns.
+
+    For these pandas takes hours.
+    """
     from pandas.io import common
 
     with common.get_handle(place, "rb", compression="infer", is_text=False) as opened:
         header = opened.handle.readline(MAX_HEADER_BYTES)
+    for separator, shown in ((b";", "semicolons"), (b"\t", "tabs")):
+        if header.count(separator) > header.count(b","):
+            raise ValueError(
+                f"its columns are separated by {shown}; write it with commas and "
+                "decimal points, as pandas' to_csv does"
+            )
     if (count := header.count(b",") + 1) > MAX_COLUMNS:
         raise ValueError(
             f"its first line has {count:,} columns, at most {MAX_COLUMNS:,} are read; "
@@ -121,7 +130,6 @@ def from_frame(
     owner: str = "",
     test: pandas.DataFrame | None = None,
     val: pandas.DataFrame | None = None,
-    owned: Collection[str] = ("val",),
     least_classes: int = 2,
 ) -> dataset.Dataset:
     """Makes a data set of f32 vectors from the numeric columns of a table.
@@ -131,9 +139,8 @@ def from_frame(
             has a name. A column `split` of text divides it into `PARTS`.
         label: The column of the labels, "" = the one named as in `LABELS`.
         owner: The column of the owners, "" = the one named as in `OWNERS`, if any.
-        test, val: Official test and validation rows, tables with the same columns.
-        owned: Those of the two whose owner's column is read if they have it; the rows
-            of the others belong to no owner.
+        test, val: Official test and validation rows, tables with the same columns. In
+            one without the owner's column the rows belong to no owner.
         least_classes: The least number of different labels.
         where: The name of the table in errors, by default `dataset`, "" = none.
 
@@ -160,13 +167,13 @@ def from_frame(
         check_alone(column, test, val)
         part, rest = parts_of(column, frame[column]), frame.drop(columns=column)
         frame, parts = rest[part == "train"], {n: rest[part == n] for n in parts}
-        names, owned = list(frame.columns), parts
+        names = list(frame.columns)
     features = [name for name in names if name not in (label, owner)]
     count = len(frame)
     if not count or not features:
         lacking = "column beside the label and the owner" if count else "row"
         raise ValueError(f"there is no {lacking}{' to train on' * bool(column)}")
-    frame, has_owner = _joined(frame, parts, label, owner, owned if owner else ())
+    frame, has_owner = _joined(frame, parts, label, owner)
     num_val = 0 if parts["val"] is None else len(parts["val"])
 
     _check_numbers(frame, features)
@@ -207,23 +214,22 @@ def _joined(
     parts: Mapping[str, pandas.DataFrame | None],
     label: str,
     owner: str,
-    with_owner: Collection[str],
 ) -> tuple[pandas.DataFrame, np.ndarray]:
     """Appends tables with the same columns, and tells which rows have an owner.
 
-    Returns (the rows of all, bool[N]). Those of a table that is not in `with_owner`, or
-    lacks the column `owner`, have none; there that column has any value.
+    Returns (the rows of all, bool[N]). Those of a table without the column `owner` have
+    none; there that column has any value.
     """
     import pandas
     from pandas.api.types import is_bool_dtype as is_bool
 
     has_owner = np.ones(len(frame), bool)
-    for name, part in parts.items():
+    for part in parts.values():
         if part is None:
             continue
         part = part.set_axis(list(map(str, part.columns)), axis=1)
         check_names(list(part.columns))
-        is_owned = name in with_owner and owner in part
+        is_owned = bool(owner) and owner in part
         if owner and not is_owned:
             part = part.assign(**{owner: frame[owner].iloc[0]})
         both = [frame, _with_columns(part, frame.columns)]

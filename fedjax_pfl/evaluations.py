@@ -123,6 +123,7 @@ class Evaluations:
         union, score = int((test.row >= 0).sum()), self.program.scoring.score
         has_trained = self.program.algorithm.trained is not None
         counts = evaluate.joined(shared, blocks, len(count), has_trained)
+        counts["are_sampled"] = self.program.scoring.num_sampled > 0
         values, accuracies = _split_metrics(score, counts, count, union, unseen)
         adapted = [(ids, one["adapted"]) for ids, one in blocks if "adapted" in one]
         if adapted:

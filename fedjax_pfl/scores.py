@@ -212,17 +212,24 @@ def _of_models(counts: dict[str, Any], union: int) -> dict[str, float]:
 def _of_scored(
     counts: dict[str, Any], own: np.ndarray, test_count: np.ndarray, union: int
 ) -> dict[str, float]:
-    """c_spec, c_gen and c_per of the scored clients."""
+    """c_spec, c_gen and c_per of the scored clients, and how many these are.
+
+    The numbers are left out where they are all that `--eval_clients` asks for.
+    """
     out: dict[str, float] = {}
     real = counts["scored"] < len(own)
     scored = counts["scored"][real]
-    own_rows = test_count[scored].sum()
+    own_rows, tested = test_count[scored].sum(), int((test_count[scored] > 0).sum())
     if own_rows:
         out["c_spec"] = float(own[scored].sum() / own_rows)
+        if tested < len(scored) or counts.get("are_sampled"):
+            out[f"{metric_kinds.CLIENTS_IN}c_spec"] = tested
     # A sample of the clients may contain none of the scored ones.
     if real.any() and union:
         right = counts["cross"][real].astype(np.int64).sum()
         out["c_gen"] = float(right / (int(real.sum()) * union))
+        if counts.get("are_sampled"):
+            out[f"{metric_kinds.CLIENTS_IN}c_gen"] = len(scored)
     if {"c_spec", "c_gen"} <= out.keys():
         out["c_per"] = (out["c_spec"] + out["c_gen"]) / 2
     return out

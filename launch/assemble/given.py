@@ -74,12 +74,17 @@ def settled(**given: Any) -> Settings:
     fitted, dropped_owners = _fitted(config, source)
     if fitted is not source:
         examples = sha256(fitted.image, fitted.label)
+    public = _public_images(config, fitted)
+    if public is not None and (count := dataset.num_shared(public, fitted.image)):
+        line = f"{count} of {len(public)} images of --public_set={config.public_set} "
+        line += "are examples of the clients' own data, which they train or test on"
+        fitted = fitted._replace(notes=(*fitted.notes, line))
     return Settings(
         entry=registry.algorithm(given.get("algo", config.algo)),
         config=config,
         hparams=hparams,
         source=fitted,
-        public=_public_images(config, fitted),
+        public=public,
         own_models=own_models,
         own_sha256=own_sha256,
         identity=identity,

@@ -10,6 +10,7 @@ from data import arrays, doors, frames
 X = np.random.default_rng(0).integers(0, 256, (12, 5, 6, 3), np.uint8)
 Y = np.arange(12) % 3
 TABLE = pandas.DataFrame({"a": X[:, 0, 0, 0] / 7, "b": X[:, 1, 0, 0], "label": Y})
+FEATURES = TABLE[["a", "b"]]
 
 
 class Tensor:
@@ -365,12 +366,12 @@ def test_official_test_rows(given, test):
 
 
 def test_official_test_rows_of_a_table():
-    """Columns by name; they belong to no owner."""
-    table = TABLE.assign(client=np.arange(12) // 4, label=list("uvw") * 4)
-    for more in (table[8:], table[8:][["label", "b", "a"]]):
+    """Columns by name; rows are their owners', or nobody's without that column."""
+    table = TABLE.assign(client=np.arange(12) // 4 % 2, label=list("uvw") * 4)
+    for more, client in ((table[8:], 0), (table[8:][["label", "b", "a"]], -1)):
         found = frames.from_frame(table[:8], test=more)
         assert found.num_train == 8 and found.classes == ("u", "v", "w")
-        assert found.client.max() == 1
+        assert found.client.tolist() == [0] * 4 + [1] * 4 + [client] * 4
         np.testing.assert_array_equal(found.image[:, 1], TABLE["b"])
     with pytest.raises(ValueError, match="table lacks the columns b, label, which"):
         frames.from_frame(table[:8], test=table[["a"]])
@@ -547,6 +548,42 @@ def test_rows_by_client(form):
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        lambda table, y, name: (table, y),
+        lambda table, y, name: {"x": table, "y": y},
+        lambda table, y, name: (Polars({n: table[n].to_numpy() for n in table}), y),
+        lambda table, y, name: table.assign(y=y),
+        lambda table, y, name: table.assign(client=name, y=y),
+    ],
+)
+def test_tables_by_client(form):
+    """Columns go by name, also of test rows, and a name is the owner of its rows."""
+    parts = {"p": slice(0, 8), "q": slice(8, 12), "none": slice(0)}
+    given = {}
+    for name, part in parts.items():
+        table = FEATURES[part]
+        given[name] = form(table[["b", "a"]] if name == "q" else table, Y[part], name)
+    test = {"q": form(FEATURES[:4][["b", "a"]], Y[:4], "q")}
+    found = doors.joined(*doors.opened({"train": given, "test": test}))
+    wanted = np.concatenate([FEATURES, FEATURES[:4]])
+    np.testing.assert_array_equal(found.image, wanted.astype(np.float32))
+    np.testing.assert_array_equal(found.label, np.concatenate([Y, Y[:4]]))
+    assert found.client.tolist() == [0] * 8 + [1] * 8 and found.owners == ("p", "q")
+    assert found.columns == ("a", "b")
+    assert found.notes[0].startswith("1 of 3 clients of dataset= have no rows")
+
+
+def test_tables_of_pixels_by_client():
+    """Bytes stay bytes."""
+    pixels = pandas.DataFrame(np.arange(24, dtype=np.uint8).reshape(12, 2))
+    given = {"p": (pixels[:8], Y[:8]), "q": (pixels[8:][[1, 0]], Y[8:])}
+    rows, *_ = doors.opened(given)
+    np.testing.assert_array_equal(rows.arrays[0], pixels)
+    assert rows.arrays[0].dtype == np.uint8
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ([(X[:3], Y[:3])] * 4, "got a list of 4 pairs .x, y., as of clients; give"),
@@ -555,7 +592,18 @@ def test_rows_by_client(form):
         ({**CLIENTS, 5: (X[:3, 0], Y[:3])}, r"5: x .*expected x \[N, 5, 6, 3\] and y"),
         ({"a": [X[:3], Y[:3]]}, r"a: got a list of \[3, 5, 6, 3\] and \[3\]; exp"),
         ({"a": (X[:3], np.eye(4)[:3])}, r"a: got a tuple .* \[3, 4\]; .* y.argmax\(1"),
-        ({"a": TABLE, "b": TABLE}, "a: got a DataFrame; expected the arrays"),
+        ({"a": (FEATURES, Y), "b": TABLE}, "some clients have a table and others arr"),
+        ({"a": (FEATURES, Y), "b": (X, Y)}, "some clients have a table and others arr"),
+        (
+            {"a": (FEATURES, Y), "b": (TABLE[["a"]], Y)},
+            "a and b do not both have the columns b; give",
+        ),
+        (
+            {5: (FEATURES, Y), "b": (FEATURES, pandas.Series(Y).sample(frac=1))},
+            "b: y has the index of the table in another order; give",
+        ),
+        ({"a": TABLE.assign(client="b")}, "the column client has other names than the"),
+        ({"a": (FEATURES, Y[:3])}, r"a: x has the shape .12, 2. and y .3.; expected x"),
         ({"a": {"train": (X, Y)}}, "a: got a dict; expected the arrays"),
         ({("h", 1): (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients are called by"),
         ({"a": (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients .* got ..h., 2."),

@@ -15,7 +15,7 @@ import pytest
 import fedjax_pfl as fp
 import models
 from data import plan
-from fedjax_pfl import averaging, levels, local_training, traffic, types
+from fedjax_pfl import averaging, evaluate, levels, local_training, traffic, types
 from launch import build, main
 from launch.folder import finished
 from tests.toys import model as toy
@@ -264,6 +264,25 @@ def test_trained_models_of_a_sample():
         == 3
         == made.metrics[-1].get("clients_evaluated")
     )
+
+
+@pytest.mark.parametrize("eval_clients", ["selected", "all"])
+def test_scored_clients_of_a_sample(eval_clients):
+    """C-Spec, C-Gen and C-Per say how many clients of the sample are behind them."""
+    given = {"c_gen": True, "eval_clients": eval_clients, "clients_per_round": 8}
+    made = ran(**given, eval_sample=5)
+    key = made.state.key[0] if made.state.key.ndim else made.state.key
+    sample = np.asarray(evaluate.sampled_clients(key, 10, 5))
+    drawn = np.asarray(made.planner.drawn(0, 2).client_id)
+    scored = np.flatnonzero(sample)
+    if eval_clients == "selected":
+        scored = np.intersect1d(scored, drawn)
+    last, found = made.metrics[-1], made.summary()["metrics"]
+    assert 0 < len(scored) == last["clients_in_c_spec"] == last["clients_in_c_gen"]
+    for name in ("c_spec", "c_gen", "c_per"):
+        assert found[name]["clients"] <= len(scored)
+    whole = ran(**given)
+    assert not {"clients_in_c_spec", "clients_in_c_gen"} & whole.metrics[-1].keys()
 
 
 def test_fine_tuning_takes_all_rows():

@@ -58,6 +58,8 @@ def test_columns_of_a_public_table_go_by_name(tmp_path):
         path = tmp_path / "public.csv"
         table[:20][columns].assign(label=0).to_csv(path, index=False)
         made = build.experiment(**given, public_set=f"csv:{path}", partition="iid")
+        line = f"20 of 20 images of --public_set=csv:{path} are examples of the clients"
+        assert any(note.startswith(line) for note in made.notes)
         return np.asarray(made.data.image)[-20:]  # behind the clients' own
 
     np.testing.assert_array_equal(images(["a", "b", "c"]), GRID[:20])
@@ -82,6 +84,9 @@ def test_columns_of_a_public_table_have_the_same_names(tmp_path):
                 public.to_parquet(path, index=False)
             made = build.experiment(**given, public_set=f"{path.suffix[1:]}:{path}")
             np.testing.assert_array_equal(made.data.image[-20:], GRID[:20])
+    (table + 0.5).to_csv(tmp_path / "public.csv", index=False)
+    made = build.experiment(**given, public_set=f"csv:{tmp_path}/public.csv")
+    assert not any("of the clients' own data" in note for note in made.notes)
 
 
 def test_numbers_that_the_normalisation_is_not_for():
