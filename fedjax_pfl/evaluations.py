@@ -14,7 +14,7 @@ from fedjax_pfl import evaluate, execution, metric_kinds, scores, stacked, types
 from fedjax_pfl.call import Call, Totals
 from fedjax_pfl.program import Compiled, Program
 from fedjax_pfl.rows import kinds
-from fedjax_pfl.windows import Windows
+from fedjax_pfl.windows import Windows, placed
 
 # The means over clients that are taken apart for those that never train
 _MEANS = "accuracy", "loss", "perplexity", "masked_perplexity"
@@ -183,7 +183,7 @@ class Evaluations:
             return one.replace(plans={"adapt": plan.replace(position=position)})
 
         members = jax.tree.map(lambda *x: np.stack(x), *map(padded, every))
-        return execution.place(members, execution.replicated(self.execution))
+        return placed(members, self.execution)
 
     def _args(
         self, call: Call, block: kinds.Block, partition: types.Partition

@@ -161,7 +161,9 @@ class Windows:
         ]
         planned, rows = self._rows.window(first, planned, count)
         cohorts = [
-            self._placed(stacked.on_host([planned[seed] for seed in call.seeds]))
+            placed(
+                stacked.on_host([planned[seed] for seed in call.seeds]), self._execution
+            )
             for call in self._calls
         ]
         work = [
@@ -219,16 +221,18 @@ class Windows:
         leaves = jax.tree.leaves(self._planned(0, known).plans)
         return sum(leaf.nbytes for leaf in leaves) / len(known.drawn)
 
-    def _placed(self, cohorts: types.Cohort) -> types.Cohort:
-        """A window on the devices, which get only the plans of their own rows."""
-        by_device = execution_lib.by_device(self._execution)
-        positions = {
-            name: execution_lib.place(plan.position, by_device)
-            for name, plan in cohorts.plans.items()
-        }
-        rest = {name: plan.replace(position=()) for name, plan in cohorts.plans.items()}
-        everywhere = execution_lib.replicated(self._execution)
-        placed = execution_lib.place(cohorts.replace(plans=rest), everywhere)
-        plans = placed.plans.items()
-        whole = {name: plan.replace(position=positions[name]) for name, plan in plans}
-        return placed.replace(plans=whole)
+
+def placed(cohorts: types.Cohort, how: types.Execution) -> types.Cohort:
+    """Cohorts [S, ...] on the devices, which get only the plans of their own rows."""
+    by_device = execution_lib.by_device(how)
+    positions = {
+        name: execution_lib.place(plan.position, by_device)
+        for name, plan in cohorts.plans.items()
+    }
+    rest = {name: plan.replace(position=()) for name, plan in cohorts.plans.items()}
+    everywhere = execution_lib.replicated(how)
+    out = execution_lib.place(cohorts.replace(plans=rest), everywhere)
+    plans = out.plans.items()
+    return out.replace(
+        plans={name: plan.replace(position=positions[name]) for name, plan in plans}
+    )

@@ -400,6 +400,19 @@ def test_fine_tuning_equals_a_plain_loop(algo, chunk, monkeypatch):
     assert last[name] == pytest.approx(found[unseen].mean(), rel=1e-5)
 
 
+def test_each_device_has_one_plan_of_fine_tuning():
+    """And not those of all devices, whose memory grew with their square."""
+    made = planned(algo="fedper", devices=2, fine_tune_epochs=3)
+    made.run(until=0, progress=False)
+    seen = []
+    found = made.simulation.evaluations
+    for call in made.simulation.calls:
+        for block in found._blocks(call):
+            plan = found._members(call, block).plans["adapt"]
+            seen += [one.data.shape[1] for one in plan.position.addressable_shards]
+    assert seen == [1, 1]
+
+
 def test_fine_tuning_of_few_large_clients():
     """The rate is that of the next round, the shuffles are those of the seed alone.
 
