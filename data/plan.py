@@ -133,6 +133,9 @@ class Planner:
             self._slot[members] = np.arange(len(members))
         self._clients_per_round, self._execution = clients_per_round, execution
         self._who, self.has_clock = who, who is not None and who.speed is not None
+        self._are_available = who is None or bool((who.chance >= 1).all())
+        # Clients in time, by seed, where those of all rounds are the same
+        self._has_levels, self._timely = not callable(level_of), {}
         self._devices = execution.num_devices
         self._padding = num_clients
         self._owners: slots.Layout | None = None
@@ -282,9 +285,12 @@ class Planner:
         return self._who.chance if self._who else np.ones((len(self._slot), 1))
 
     @property
-    def num_able(self) -> int:
-        """How many clients may be drawn, in each seed."""
-        return self._candidates.shape[1]
+    def drawn_chance(self) -> np.ndarray:
+        """f64[K], of each client to be in a round, by all rounds of the first seed."""
+        may = np.zeros(self.num_clients, bool)
+        may[self._candidates[0]] = True
+        there = self.chance.mean(1) * (may & self.in_time)
+        return there * min(self._clients_per_round / max(there.sum(), 1), 1)
 
     @property
     def in_time(self) -> np.ndarray:
@@ -479,7 +485,9 @@ class Planner:
             # Levels that are drawn may leave none. Then one takes part without a step.
             candidates, wanted = (in_time, wanted) if len(in_time) else (candidates, 1)
         if who is not None:
-            present = who.available(seed, round, candidates)
+            present = candidates
+            if not self._are_available:
+                present = who.available(seed, round, candidates)
             # In a round without any, one of the others takes part.
             wanted = min(wanted, max(len(present), 1))
             candidates = present if len(present) else candidates
@@ -490,12 +498,17 @@ class Planner:
 
     def _in_time(self, seed: int, round: int) -> np.ndarray:
         """The clients int[C] that do a local step in a round before the deadline."""
+        if (known := self._timely.get(seed)) is not None:
+            return known
         seed_index = self._seeds.index(seed)
         candidates = self._candidates[seed_index]
         level = np.asarray(self._level_of(seed, round, candidates))
         owned = self.owned(seed_index, candidates)
         steps = self._who.in_time(self._specs, owned, seed_index, candidates, level)
-        return candidates[np.all([*steps, level > 0], axis=0)]
+        found = candidates[np.all([*steps, level > 0], axis=0)]
+        if self._has_levels:
+            self._timely[seed] = found
+        return found
 
     def _draw_peers(
         self, seed: int, round: int, client: np.ndarray, real: np.ndarray

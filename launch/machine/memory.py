@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from data import memory
 from fedjax_pfl import shapes, types
@@ -86,15 +87,14 @@ def state_bytes(state: types.RoundState, how: types.Execution) -> int:
 
 
 def on_host(
-    options: dict[str, Any], rows: hosted.Hosted, variants: int, able: int
+    options: dict[str, Any], rows: hosted.Hosted, variants: int, chance: np.ndarray
 ) -> Need:
     """Computes the memory of clients' rows on this host once all rounds are done.
 
-    They are those of the clients that are expected to have trained, of the `able` that
-    may be drawn.
+    They are those of the clients that are expected to have trained, whose chances to be
+    in a round are f64[K].
     """
-    chance = min(options["clients_per_round"] / able, 1)
-    trained = int(able * (1 - (1 - chance) ** options["rounds"]) + 1e-9)
+    trained = int((1 - (1 - chance) ** options["rounds"]).sum() + 1e-9)
     factors = {"num_seeds": options["num_seeds"], "num_clients": trained}
     total = int(variants * trained * rows.row_bytes * rows.share)
     what = "the rows of clients on the host"

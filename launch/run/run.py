@@ -127,7 +127,7 @@ class Run:
         options = vars(config) | vars(self.hparams)
         kept = [memory.kept(options, self.simulation.template(), how)]
         if made.rows_in == "":
-            given = self.simulation.rows, num_variants, self.planner.num_able
+            given = self.simulation.rows, num_variants, self.planner.drawn_chance
             kept.append(memory.on_host(options, *given))
         memory.refuse(kept, options, self.target)
 

@@ -369,6 +369,7 @@ def test_a_host_has_memory_for_its_own_rows(vectors):
     assert rows.share == 1
     options = {"num_seeds": 3, "num_clients": NUM_CLIENTS}
     options |= {"rounds": 2, "clients_per_round": 4}
+    chance = np.append(np.full(8, 0.5), np.zeros(100))
     for rows.share in (1, 0.5):
-        needed = memory.on_host(options, rows, variants=3, able=8)
+        needed = memory.on_host(options, rows, variants=3, chance=chance)
         assert needed.bytes == 3 * 6 * rows.row_bytes * rows.share

@@ -65,7 +65,10 @@ def test_clients_are_available_as_often_as_their_chance(tmp_path):
     every = [clients(experiment, round) for round in range(400)]
     seen = np.bincount(np.concatenate(every), minlength=8) / 400
     np.testing.assert_allclose(seen, chance, atol=0.08)
+    np.testing.assert_allclose(experiment.planner.drawn_chance, chance)
     few = made(availability=given, clients_per_round=2)
+    drawn = few.planner.drawn_chance
+    np.testing.assert_allclose(drawn, 2 * np.array(chance) / sum(chance))
     for round, present in enumerate(every):
         drawn = clients(few, round)
         assert len(drawn) == min(2, len(present)) and set(drawn) <= set(present)
