@@ -100,6 +100,7 @@ class Run:
         self.examples_sha256 = settings.identity.data_sha256
         self.points = [dict(point) for point in parts.points]
         self.metrics: list[dict[str, Any]] = []
+        self._best: dict[tuple[int, int | None], summaries.Best] = {}
         self.evaluation_seconds = 0.0
         num_variants = len(self.seeds) * len(self.points)
         moments = (2,) if config.fine_tune_epochs else ()
@@ -249,14 +250,20 @@ class Run:
         Without any, as after a divergence, the present one counts. With `is_regular` it
         is one of `eval_every`, as if the run went on from its end.
         """
-        # Each evaluation has a record of every variant, in order. The end of a shorter
-        # run, from which this one goes on, is no candidate between two evaluations.
-        every = self.config.eval_every
+        every, count = self.config.eval_every, self.simulation.variants.count
         last = None if is_regular else self.config.rounds
-        records = self.metrics[index :: self.simulation.variants.count]
-        records = [r for r in records if r["round"] % every == 0 or r["round"] == last]
-        best = summaries.best_round(records, self.config.summary)
-        return self.round if best is None else best
+
+        def may_be(round: int) -> bool:
+            # The end of a shorter run, from which this one goes on, is no candidate
+            # between two evaluations.
+            return round % every == 0 or round == last
+
+        if (index, last) not in self._best:
+            self._best[index, last] = summaries.Best(self.config.summary, may_be)
+        best = self._best[index, last]
+        # Each evaluation has a record of every variant, in order.
+        best.read(self.metrics[index + count * best.num_read :: count])
+        return self.round if best.round is None else best.round
 
     def next_stop(self, every: int = 0) -> int:
         """The next round after which to evaluate or save; now if an evaluation is due.
@@ -414,7 +421,7 @@ class Run:
         # Keeps a chunk that was chosen to fit the memory, as it gives the same bits.
         if self.parts_with and chunk != how.chunk:
             self.compute(how._replace(chunk=chunk))
-        self.metrics = list(metrics)
+        self.metrics, self._best = list(metrics), {}
         accuracies = views.materialised(arrays["accuracies"])
         if not host.pop("has_last", False):
             accuracies = self._with_last(accuracies)

@@ -1,7 +1,7 @@
 """Turns curves into numbers: the rounds of a summary, and their mean or median."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,39 @@ def enough_rounds(rule_name: str, rounds: int, round: int, kept: Sequence[int]) 
     return rounds
 
 
+class Best:
+    """The best round of one variant by a rule, of records that come one after another.
+
+    The first metric of the rule that any of them has decides, and then the first round.
+    Records after a divergence do not count.
+    """
+
+    def __init__(self, rule_name: str, may_be: Callable[[int], bool] = lambda _: True):
+        """`may_be` says of a round whether it may be the best one."""
+        self._found: dict[str, tuple[float, int] | None] = {}
+        self._names, self._may_be, self.num_read = CHOSEN_BY[rule_name], may_be, 0
+
+    def read(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Reads the next records."""
+        self.num_read += len(records)
+        for one in records:
+            for name in self._names if self._may_be(one["round"]) else ():
+                if name not in one:
+                    continue
+                found = self._found.setdefault(name, None)
+                is_less = metric_kinds.of(name) is metric_kinds.Kind.PERPLEXITY
+                value = one[name] if is_less else -one[name], one["round"]
+                if "diverged" not in one and (found is None or value < found):
+                    self._found[name] = value
+
+    @property
+    def round(self) -> int | None:
+        """The best round, None = no record has a metric of the rule."""
+        name = next((name for name in self._names if name in self._found), None)
+        found = None if name is None else self._found[name]
+        return None if found is None else found[1]
+
+
 def best_round(
     records: Sequence[Mapping[str, Any]], rule_name: str = BEST
 ) -> int | None:
@@ -92,15 +125,9 @@ def best_round(
 
     Records after a divergence do not count.
     """
-    choosing = CHOSEN_BY[rule_name]
-    name = next((n for n in choosing if any(n in one for one in records)), None)
-    sign = 1 if name and metric_kinds.of(name) is metric_kinds.Kind.PERPLEXITY else -1
-    found = [
-        (sign * one[name], one["round"])
-        for one in records
-        if name in one and "diverged" not in one
-    ]
-    return min(found)[1] if found else None
+    best = Best(rule_name)
+    best.read(records)
+    return best.round
 
 
 def in_words(rule_name: str, window: Sequence[int]) -> str:

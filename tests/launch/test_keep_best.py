@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoint
+from fedjax_pfl import checkpoint, simulate
 from launch import build, export, main
 from launch.config import schema
 from launch.run import summaries
@@ -25,15 +25,16 @@ CURVES = [
 @pytest.fixture
 def curves(monkeypatch):
     """Every run's validation is `CURVES`."""
-    found = build.Experiment.measure
+    found = simulate.Simulation.evaluate
 
-    def measured(self):
-        records = found(self)
-        for record in records:
-            record["val_client_accuracy"] = CURVES[record["seed"]][record["round"]]
-        return records
+    def evaluated(self):
+        results = found(self)
+        for index, (values, _) in enumerate(results):
+            seed = self.variants.seed(index)
+            values["val_client_accuracy"] = CURVES[seed][self.round]
+        return results
 
-    monkeypatch.setattr(build.Experiment, "measure", measured)
+    monkeypatch.setattr(simulate.Simulation, "evaluate", evaluated)
 
 
 def held(folder):
