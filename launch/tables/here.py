@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
 import shutil
 import sys
@@ -44,6 +45,12 @@ def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] |
     except ValueError as error:
         print(f"note: {error}", file=sys.stderr, flush=True)
         return None
+
+
+def _rules(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a cell's algorithm as JSON, also those that a preset decides."""
+    _, hparams = resolve.configure(cells.known(options))
+    return json.loads(json.dumps(vars(hparams), default=str))
 
 
 def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,15 +194,18 @@ class Table:
         teachers = {one.get("options", {}).get("teacher") for one in every}
         in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
         taken: list[float] = []
+        read: list[str] = []  # the commits of cells that are read
         for number, cell in enumerate(in_turn, start=1):
             folder, options = self.folder(cell), cell.options | self.seeds
             teacher, taught = by_place.get(cell.teacher), {}
             if teacher is not None:
                 taught = {"teacher": str(self.folder(teacher) / MODEL)}
-            whole = self._whole(cell, by_place)
-            found = self.kept.get(folder.name, whole)
+            whole = self._whole(cell, by_place), _rules(options)
+            found = self.kept.get(folder.name, *whole)
             if found and not curves.has_wanted(found, self.sheet):
                 found = None  # of a table that needed other curves
+            if found:
+                read.append(found.get("git_commit") or "an unknown one")
             if found is None and is_dry:
                 found = stored(folder, options | taught)
                 found = found and found | {"clients": clients(folder)}
@@ -215,10 +225,15 @@ class Table:
                     records = curves.kept(found["records"], self.sheet)
                     with ending.writing("cells", self.asked.cells):
                         done = found | {"records": records}
-                        self.kept.put(folder.name, whole, done)
+                        self.kept.put(folder.name, *whole, done)
                     if self.asked.drop_checkpoints and cell.row not in teachers:
                         _drop_last(folder / finished.CHECKPOINTS)
             self.results[cell.place] = found
+            if cell is in_turn[-1] and read and processes.is_first():
+                commits = ", ".join(sorted({one[:8] for one in read}))
+                line = f"note: {len(read)} of {len(in_turn)} cells are of runs before, "
+                line += f"read from --cells={self.asked.cells}, at commit {commits}"
+                print(line, file=sys.stderr, flush=True)
             if is_new or cell is in_turn[-1]:
                 yield
 

@@ -21,7 +21,8 @@ MEASURED = {
     "machine": {"cpu": str, "cores": int, "device": str, "devices": int},
     "cell_seconds": json_text.NUMBER,
 }
-SUMMARY = {"options?": dict, "records?": [finished.CURVE], **finished.PART}
+SUMMARY = {"options?": dict, "rules?": dict, "records?": [finished.CURVE]}
+SUMMARY |= finished.PART
 
 
 class File:
@@ -39,12 +40,16 @@ class File:
             files.check(self._path, "a file of cells")
             return json_text.read(self._path.read_bytes(), {str: SUMMARY})
 
-    def get(self, name: str, options: Object) -> dict[str, Any] | None:
-        """The run of this name, if it has these options."""
-        found = self._done.get(self._place(name, options), {})
+    def get(self, name: str, options: Object, rules: Object) -> dict[str, Any] | None:
+        """The run of this name, if it has these options, and rules if it has any.
+
+        `rules` are the options of its algorithm, also those that a preset decides. Runs
+        of earlier versions have none.
+        """
+        found = self._done.get(self._place(name, options, rules), {})
         return found if found.get("options") == options else None
 
-    def put(self, name: str, options: Object, done: Object) -> None:
+    def put(self, name: str, options: Object, rules: Object, done: Object) -> None:
         """Stores a run atomically, or raises an OSError.
 
         Runs of one name may be of several tables, data sets or options, and all stay.
@@ -53,8 +58,8 @@ class File:
             return
         # Another command may have written to the file meanwhile.
         self._done = self._read()
-        place = self._place(name, options)
-        self._done[place] = {**done, "options": dict(options)}
+        place = self._place(name, options, rules)
+        self._done[place] = {**done, "options": dict(options), "rules": dict(rules)}
         lines = [
             f"{json.dumps(key)}: {json.dumps(one, sort_keys=True)}"
             for key, one in sorted(self._done.items())
@@ -62,11 +67,18 @@ class File:
         text = "{\n" + ",\n".join(lines) + "\n}\n"
         finished.write_text(self._path, text, is_shared=True)
 
-    def _place(self, name: str, options: Object) -> str:
+    def _place(self, name: str, options: Object, rules: Object) -> str:
         """The name, with a hash if the file has it for a run of other options."""
-        if self._done.get(name, {}).get("options", options) == options:
-            return name
-        return beside(name, options)
+
+        def is_free(place: str) -> bool:
+            held = self._done.get(place, {})
+            known = held.get("rules", {})
+            is_same = all(known.get(n, value) == value for n, value in rules.items())
+            return is_same and held.get("options", options) == options
+
+        with_rules = {"options": options, "rules": rules}
+        every = name, beside(name, options), beside(name, with_rules)
+        return next(filter(is_free, every), every[-1])
 
 
 def beside(name: str, key: Object) -> str:

@@ -342,9 +342,13 @@ def test_cells_outlive_their_folders(written, tmp_path, capsys, blobs):
         rows={"FedAvg": row("fedavg")},
     )
 
+    errors = []
+
     def shown(*more):
         argv = ["reproduce", "tiny.one", f"--dataset={blobs}", "--cells=cells", *more]
-        text = run(argv, capsys)
+        reproduce.command(argv)
+        text, told = capsys.readouterr()
+        errors.append(told)
         return text.count(" -> "), text[text.index("###") :]
 
     runs, first = shown("--workdir=a")
@@ -357,6 +361,21 @@ def test_cells_outlive_their_folders(written, tmp_path, capsys, blobs):
     assert shown("--workdir=c", "--client_lr=0.5")[0] == 2
     assert len(json.loads((tmp_path / "cells").read_text())) == 2
     assert shown("--workdir=b") == (0, first)  # those of other options stay
+    told = "1 of 1 cells are of runs before, read from --cells=cells, at commit "
+    assert told in errors.pop()
+    # Runs of earlier versions have no rules, and such of other rules are not taken.
+    cells = json.loads((tmp_path / "cells").read_text())
+    for cell in cells.values():
+        assert cell["rules"].pop("local_epochs") == 2
+    (tmp_path / "cells").write_text(json.dumps(cells))
+    assert shown("--workdir=b", "--dry_run") == (0, first)
+    for cell in cells.values():
+        cell["rules"]["local_epochs"] = 3
+    (tmp_path / "cells").write_text(json.dumps(cells))
+    assert "missing" in shown("--workdir=b", "--dry_run")[1]
+    assert shown("--workdir=d")[0] == 2
+    assert len(json.loads((tmp_path / "cells").read_text())) == 3
+    assert shown("--workdir=b") == (0, first)
     for text in ("[1]", '{"a": 5}', '{"a": {"options": {}}}', '{"a": {"metrics": ""}}'):
         (tmp_path / "cells").write_text(text)
         with pytest.raises(SystemExit) as stop:
