@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import models
-from data import arrays, dataset, doors, files, frames, labels
+from data import arrays, dataset, files, foreign, frames, labels
 from fedjax_pfl import evaluate, execution, shapes, types
 from launch.assemble import model_files
 from launch.config import limits, schema
@@ -68,7 +68,7 @@ class ClientModel(NamedTuple):
         Raises:
             ValueError: there are no images, or labels do not fit them.
         """
-        doors.check_order(x, y, "y", "evaluate")
+        foreign.check_order(x, y, "y", "evaluate")
         x = labels.unmasked(self._values(x), "x")
         wanted = x.shape if self.data.num_words else x.shape[:1]
         if x.shape[:1] == (0,):
@@ -190,7 +190,7 @@ class ClientModel(NamedTuple):
 
     def _values(self, x: Any) -> Any:
         """Puts a table's columns into the order of training; keeps other data."""
-        table = None if self.columns is None else doors.as_columns(x)
+        table = None if self.columns is None else foreign.as_columns(x)
         if table is None:
             return x
         if isinstance(table, Mapping):

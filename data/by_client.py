@@ -1,0 +1,221 @@
+"""Rows that are given by client: arrays, tables or data sets, each with its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from data import arrays, files, foreign, frames, labels
+from data.foreign import Rows
+
+
+def joined(
+    given: Any, where: str, owner: str, rows_of: Callable[..., Rows]
+) -> Rows | None:
+    """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
+
+    A client may also have a data set of torch or the like, with items (x, y), and where
+    x are tables the whole is one, see `_of_tables`. A line names clients without rows
+    in `dataset=`, which are left out. Returns None for other objects. Raises ValueError
+    for a list of such pairs, if clients differ in the shape of their examples, and if a
+    label is missing. `owner` names a column of tables, and `rows_of` is `doors`' own
+    way to read a data set with items.
+    """
+    held = dict(enumerate(given)) if isinstance(given, list) else given
+    if not isinstance(held, Mapping) or foreign.is_frame(held) or not len(held):
+        return None
+    if held is given and (tables := _tables(held, where)):
+        if (found := _of_tables(tables, where, owner)) is not None:
+            return found
+        held = given = tables
+    parts: dict[Any, Any] = {}
+    for name, one in held.items():
+        if _is_listed(one):
+            one = _items(one, f"{where} of {name}", rows_of)
+        is_empty = isinstance(one, tuple) and not one
+        pair = one if is_empty else _pair(one)
+        if pair is None:
+            if held is given and all(map(_is_of_client, held.values())):
+                got = f"a {type(one).__name__}"
+                if isinstance(one, (tuple, list)):
+                    got += f" of {' and '.join(f'{list(np.shape(x))}' for x in one)}"
+                raise ValueError(
+                    f"{where}: {labels.limited(str(name))}: got {got}; expected the "
+                    'arrays (x, y) or {"x": x, "y": y}, x [N, ...] and y [N] (of '
+                    "one-hot ones y.argmax(1))"
+                )
+            return None
+        parts[name] = pair
+    some = [pair for pair in parts.values() if pair]
+    if not some:
+        return None
+    none = some[0][0][:0], some[0][1][:0]
+    parts = {name: pair or none for name, pair in parts.items()}
+    if held is not given:
+        raise ValueError(
+            f"{where}: got a list of {len(parts)} pairs (x, y), as of clients; give "
+            "{name: (x, y), ...}, or one (x, y, client)"
+        )
+    first = next((x.shape[1:] for x, _ in parts.values() if len(x)), ())
+    for name, (x, y) in parts.items():
+        if len(x) != len(y) or (len(x) and x.shape[1:] != first):
+            raise ValueError(
+                f"{where}: {labels.limited(str(name))}: x has the shape "
+                f"{list(x.shape)} and y {list(y.shape)}; expected x [N, "
+                f"{str([*first])[1:]} and y [N]"
+            )
+    kinds: dict[str, str] = {}
+    for name, (x, _) in parts.items():
+        if len(x):
+            # Bytes are pixels, which other numbers beside them would hide.
+            is_number = x.dtype != np.uint8 and x.dtype.kind in "iuf"
+            kinds["number" if is_number else x.dtype.kind] = f"{x.dtype} of {name}"
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{where}: clients differ in the type of x, "
+            f"{' and '.join(kinds.values())}; give all one"
+        )
+    x = np.concatenate([x for x, _ in parts.values() if len(x)] or [none[0]])
+    y = np.concatenate(
+        arrays.alike(*(y for _, y in parts.values() if len(y))) or [none[1]]
+    )
+    client, notes = _named_rows({n: len(one[1]) for n, one in parts.items()}, where)
+    return Rows((x, y, client), notes=notes)
+
+
+def _named_rows(
+    sizes: Mapping[Any, int], where: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The name of each row's client, of clients with some rows, and a line of others.
+
+    Raises ValueError for a name that is no text or number.
+    """
+    empty, notes = [str(name) for name, size in sizes.items() if not size], ()
+    if empty and where == "dataset":
+        shown = labels.listed(empty[:3]) + ", ..." * (len(empty) > 3)
+        line = f"{len(empty)} of {len(sizes)} clients of dataset= have no rows and are "
+        notes = (f"{line}left out: {shown}",)
+    if odd := [one for one in sizes if isinstance(one, tuple)]:
+        raise ValueError(
+            f"{where}: clients are called by texts or whole numbers, got {odd[0]!r}"
+        )
+    # As a list, numpy would make texts of numbers beside some.
+    names = labels.as_array(list(sizes), where)
+    return np.repeat(names, list(sizes.values())), notes
+
+
+def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
+    """(table,) or (table, y) of each client, {} if no client has a table.
+
+    Columns are in the order of the first client's. Raises ValueError if clients differ
+    in their columns or in the form, or if labels have a table's index in another order.
+    """
+    out: dict[Any, tuple[Any, ...]] = {}
+    for name, one in held.items():
+        if isinstance(one, Mapping) and {*one} == {"x", "y"}:
+            one = one["x"], one["y"]
+        parts = one if isinstance(one, tuple) and len(one) == 2 else (one,)
+        if (frame := foreign.as_frame(parts[0])) is not None:
+            out[name] = (frame.set_axis(list(map(str, frame.columns)), axis=1),)
+            out[name] += parts[1:]
+    if not out:
+        return {}
+    forms = {len(one) for one in out.values()}
+    if len(out) < len(held) or len(forms) > 1:
+        raise ValueError(
+            f"{where}: some clients have a table and others arrays, or labels beside "
+            "it; give all one form"
+        )
+    has_rows = [name for name, (frame, *_) in out.items() if len(frame)]
+    first = (has_rows or [*out])[0]
+    columns = list(out[first][0].columns)
+    for name in has_rows:
+        frame, *others = out[name]
+        with files.named(f"{where}: {labels.limited(str(name))}"):
+            frames.check_names(list(frame.columns))
+        if odd := {*frame.columns} ^ {*columns}:
+            raise ValueError(
+                f"{where}: {labels.limited(str(first))} and "
+                f"{labels.limited(str(name))} do not both have the columns "
+                f"{labels.listed(sorted(odd))}; give all clients the same"
+            )
+        for y in others:
+            foreign.check_order(frame, y, "y", f"{where}: {labels.limited(str(name))}")
+        out[name] = (frame[columns], *others)
+    return out
+
+
+def _of_tables(
+    tables: Mapping[Any, tuple[Any, ...]], where: str, owner: str
+) -> Rows | None:
+    """Joins the tables of clients to one, with a column of their names.
+
+    It is called `owner` if the tables have a column of that name, else `client`. None
+    if there are labels beside them that do not fit, or bytes, which are pixels. Raises
+    ValueError if that column has other names.
+    """
+    import pandas  # takes long to import
+
+    every = []
+    for frame, *y in tables.values():
+        index = [str(name) for name in frame.index.names if name is not None]
+        plain = frame.reset_index(drop=True).rename_axis(", ".join(index) or None)
+        every.append(foreign.with_labels(frame, y, where) if y else plain)
+    if any(one is None for one in every):
+        return None
+    sizes = {name: len(one) for name, one in zip(tables, every, strict=True)}
+    client, notes = _named_rows(sizes, where)
+    some = [one for one in every if len(one)] or every[:1]
+    joined = pandas.concat(some, ignore_index=True).rename_axis(some[0].index.name)
+    column = owner if owner in joined else "client"
+    if column in joined and (joined[column].astype(str) != client.astype(str)).any():
+        raise ValueError(
+            f"{where}: the column {column} has other names than the clients; drop or "
+            "rename it"
+        )
+    joined[column] = client
+    return Rows(None, joined, True, notes)
+
+
+def _is_of_client(value: Any) -> bool:
+    """Whether it is meant as the rows of a client: two arrays, a table or a dict."""
+    if isinstance(value, Mapping):
+        return bool({*value} & {"x", "y", "train", "test"})
+    if isinstance(value, (tuple, list)):
+        are_arrays = all(hasattr(one, "shape") for one in value)
+        return len(value) == 2 and (are_arrays or isinstance(value, tuple))
+    return foreign.is_frame(value)
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether it is an object with items, such as a data set of torch."""
+    has_items = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    is_known = isinstance(value, (Mapping, tuple, list, str, bytes))
+    is_known |= foreign.is_frame(value)
+    return has_items and not is_known and not hasattr(value, "dtype")
+
+
+def _items(
+    given: Any, where: str, rows_of: Callable[..., Rows]
+) -> tuple[Any, ...] | None:
+    """The arrays (x, y) of a data set with items (x, y), () of none, None of others."""
+    if not len(given):
+        return ()
+    try:
+        is_pair = isinstance(given[0], tuple) and len(given[0]) == 2
+    except Exception:  # whatever the user's object raises, which is then said
+        is_pair = True
+    return rows_of(given, where, "", "").arrays if is_pair else None
+
+
+def _pair(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """The arrays (x, y) of some rows, None if it is no pair of these."""
+    if isinstance(value, Mapping) and {*value} == {"x", "y"}:
+        value = value["x"], value["y"]
+    if not isinstance(value, tuple) or len(value) != 2:
+        return None
+    x, y = map(foreign.plain, value)
+    is_of_rows = np.ndim(y) == 1 and len(getattr(x, "shape", ())) > 1
+    return (np.asarray(x), np.asarray(y)) if is_of_rows else None

@@ -1,0 +1,169 @@
+"""Objects of other libraries as arrays, columns by name and tables, by their methods.
+
+Only pandas is imported, and only for tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from data import images, labels
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Rows(NamedTuple):
+    """Rows of a user's object: `arrays` (x, y) or (x, y, client), or else a `frame`.
+
+    `has_columns` says whether label and owner are columns that have names. `notes` are
+    lines about how the object was taken. `split` is the name of a column beside the
+    arrays and the part of each row in it, if there is one, and `is_of_whole` says that
+    the rows are a part of `dataset=`.
+    """
+
+    arrays: tuple[Any, ...] | None
+    frame: pandas.DataFrame | None = None
+    has_columns: bool = False
+    notes: tuple[str, ...] = ()
+    split: tuple[str, np.ndarray] | None = None
+    is_of_whole: bool = False
+
+
+def as_columns(given: Any) -> Any:
+    """Returns a pandas frame or columns by name, None if an object has none."""
+    if hasattr(given, "collect_schema") and hasattr(given, "collect"):
+        given = given.collect()  # a lazy frame of polars
+    if hasattr(given, "with_format") and hasattr(given, "__len__"):
+        # Hugging Face; its numpy format rounds floats, and makes pixels of images
+        # without a palette.
+        as_is, fast = given.with_format(None), given.with_format("numpy")
+        out = {}
+        for name, value in (as_is[0] if len(as_is) else {}).items():
+            is_array = np.ndim(plain(value)) and not is_image(value)
+            out[name] = (fast if is_array else as_is)[name][:]
+        return out
+    if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
+        return {one.name: one.to_numpy() for one in given.get_columns()}
+    if hasattr(given, "to_pandas") and hasattr(given, "column_names"):
+        return given.to_pandas()  # a table of pyarrow
+    return given if isinstance(given, Mapping) or is_frame(given) else None
+
+
+def with_labels(
+    given: Any, others: Sequence[Any], where: str
+) -> pandas.DataFrame | None:
+    """Joins columns with labels and owners, as `y` and `client`, into a table.
+
+    Returns None if these do not fit, or if the columns are the bytes of images. Raises
+    ValueError if they have the index of the table in another order.
+    """
+    others = [plain(one) for one in others]
+    if given is None or any(np.ndim(one) != 1 for one in others):
+        return None
+    if isinstance(given, Mapping):
+        wide = [str(name) for name, one in given.items() if np.ndim(plain(one)) != 1]
+        if wide:
+            raise ValueError(
+                f"{where}: {labels.listed(wide)} of the examples are not one number a "
+                "row, and an example is one array; join them, as by np.concatenate"
+            )
+    import pandas  # takes long to import
+
+    frame = given if is_frame(given) else pandas.DataFrame(given)
+    named = dict(zip(("y", "client"), others, strict=False))
+    for name, one in named.items():
+        check_order(frame, one, name, where)
+    are_bytes = all(kind == np.uint8 for kind in frame.dtypes)
+    if are_bytes or any(len(one) != len(frame) for one in others):
+        return None
+    beside = {name: pandas.Series(list(one)) for name, one in named.items()}
+    names = [str(name) for name in frame.index.names if name is not None]
+    parts = [frame.reset_index(drop=True), pandas.DataFrame(beside)]
+    # The name of an index is noted, as for a table with its labels.
+    return pandas.concat(parts, axis=1).rename_axis(", ".join(names) or None)
+
+
+def check_order(table: Any, column: Any, name: str, where: str) -> None:
+    """Refuses (ValueError) a Series that has the rows of a table in another order.
+
+    pandas would join both by index, but here the positions of rows count.
+    """
+    first, second = (getattr(one, "index", None) for one in (table, column))
+    if not hasattr(first, "equals") or not hasattr(second, "equals"):
+        return
+    if not first.equals(second) and Counter(first) == Counter(second):
+        raise ValueError(
+            f"{where}: {name} has the index of the table in another order; give "
+            f"{name}.loc[table.index], or {name}.to_numpy() if its order is that of "
+            "the rows"
+        )
+
+
+def as_frame(given: Any) -> pandas.DataFrame | None:
+    """A table of pandas, polars or pyarrow as one of pandas, None for other objects."""
+    is_table = hasattr(given, "get_columns") or hasattr(given, "to_pandas")
+    if isinstance(given, Mapping) or not (is_table or is_frame(given)):
+        return None
+    columns = as_columns(given)
+    if columns is None or is_frame(columns):
+        return columns
+    import pandas  # takes long to import
+
+    return pandas.DataFrame(columns)
+
+
+def is_frame(given: Any) -> bool:
+    """Whether `given` is a pandas DataFrame, without importing pandas."""
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(given, pandas.DataFrame)
+
+
+def plain(value: Any) -> Any:
+    """Converts a tensor or an image to an array; returns anything else as it is."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        # numpy has no bfloat16.
+        value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+    if not is_image(value):
+        return value
+    if value.mode == "F":
+        return np.asarray(value)[..., None]
+    try:
+        return images.pixels_of(value)
+    except ValueError as error:
+        raise ValueError(f"dataset: an image cannot be taken: {error}") from error
+
+
+def is_image(value: Any) -> bool:
+    """Whether it is an image of pillow, without importing it."""
+    return hasattr(value, "getbands")
+
+
+def are_images(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and any(map(is_image, values[:1]))
+
+
+def stacked(values: Any, where: str) -> Any:
+    """Returns a column as an array or a list; its examples must agree in shape."""
+    values = plain(values)
+    is_of_objects = getattr(getattr(values, "dtype", None), "kind", "") == "O"
+    if not (isinstance(values, Sequence) or is_of_objects) or isinstance(values, str):
+        return values
+    rows = [plain(one) for one in values]
+    if all(map(is_image, values)) and len({one.dtype for one in rows}) == 1:
+        rows = images.coloured(rows)
+    shapes = {np.shape(one): None for one in rows if not isinstance(one, (str, bytes))}
+    if len(shapes) > 1 and () not in shapes:
+        some = " and ".join(str(list(shape)) for shape in list(shapes)[:2])
+        raise ValueError(
+            f"{where}: examples differ in shape, such as {some}; give all one shape"
+        )
+    if shapes and () not in shapes:
+        return np.stack([np.asarray(one) for one in rows])
+    return [one.item() if isinstance(one, np.ndarray) else one for one in rows]
