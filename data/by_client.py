@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from data import arrays, files, foreign, frames, labels
 from data.foreign import Rows
 
+if TYPE_CHECKING:
+    import pandas
+
 
 def joined(
-    given: Any, where: str, owner: str, rows_of: Callable[..., Rows]
+    given: Any, where: str, label: str, owner: str, rows_of: Callable[..., Rows]
 ) -> Rows | None:
     """Joins {client: (x, y)} or {client: {"x": x, "y": y}} to arrays (x, y, client).
 
@@ -20,15 +23,17 @@ def joined(
     x are tables the whole is one, see `_of_tables`. A line names clients without rows
     in `dataset=`, which are left out. Returns None for other objects. Raises ValueError
     for a list of such pairs, if clients differ in the shape of their examples, and if a
-    label is missing. `owner` names a column of tables, and `rows_of` is `doors`' own
-    way to read a data set with items.
+    label is missing. `label` and `owner` name columns of tables, and `rows_of` is how
+    `doors` takes a table, or a data set with items.
     """
     held = dict(enumerate(given)) if isinstance(given, list) else given
     if not isinstance(held, Mapping) or foreign.is_frame(held) or not len(held):
         return None
     if held is given and (tables := _tables(held, where)):
-        if (found := _of_tables(tables, where, owner)) is not None:
-            return found
+        if (found := _of_tables(tables, where, label, owner)) is not None:
+            joined, notes = found
+            rows = rows_of(joined, where, label, owner)
+            return rows._replace(notes=(*notes, *rows.notes))
         held = given = tables
     parts: dict[Any, Any] = {}
     for name, one in held.items():
@@ -107,7 +112,7 @@ def _named_rows(
 
 
 def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
-    """(table,) or (table, y) of each client, {} if no client has a table.
+    """(table,) or (table, y) of each client, {} if these are no tables of clients.
 
     Columns are in the order of the first client's. Raises ValueError if clients differ
     in their columns or in the form, or if labels have a table's index in another order.
@@ -120,7 +125,8 @@ def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
         if (frame := foreign.as_frame(parts[0])) is not None:
             out[name] = (frame.set_axis(list(map(str, frame.columns)), axis=1),)
             out[name] += parts[1:]
-    if not out:
+    others = [one for name, one in held.items() if name not in out]
+    if not out or not all(map(_is_of_client, others)):
         return {}
     forms = {len(one) for one in out.values()}
     if len(out) < len(held) or len(forms) > 1:
@@ -148,45 +154,55 @@ def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
 
 
 def _of_tables(
-    tables: Mapping[Any, tuple[Any, ...]], where: str, owner: str
-) -> Rows | None:
-    """Joins the tables of clients to one, with a column of their names.
+    tables: Mapping[Any, tuple[Any, ...]], where: str, label: str, owner: str
+) -> tuple[pandas.DataFrame, tuple[str, ...]] | None:
+    """(the tables of clients as one, with a column of their names; lines about it).
 
-    It is called `owner` if the tables have a column of that name, else `client`. None
-    if there are labels beside them that do not fit, or bytes, which are pixels. Raises
-    ValueError if that column has other names.
+    It is called `owner`, or else `client`, and replaces columns that have the name of
+    each row's client, but labels. None if no client has rows, if labels beside tables
+    do not fit, or if these are bytes, which are pixels. Raises ValueError if a column
+    of that name has others.
     """
-    import pandas  # takes long to import
-
     every = []
     for frame, *y in tables.values():
-        index = [str(name) for name in frame.index.names if name is not None]
-        plain = frame.reset_index(drop=True).rename_axis(", ".join(index) or None)
-        every.append(foreign.with_labels(frame, y, where) if y else plain)
-    if any(one is None for one in every):
+        if len(frame):
+            index = [str(name) for name in frame.index.names if name is not None]
+            plain = frame.reset_index(drop=True).rename_axis(", ".join(index) or None)
+            every.append(foreign.with_labels(frame, y, where) if y else plain)
+    if not every or any(one is None for one in every):
         return None
-    sizes = {name: len(one) for name, one in zip(tables, every, strict=True)}
-    client, notes = _named_rows(sizes, where)
-    some = [one for one in every if len(one)] or every[:1]
-    joined = pandas.concat(some, ignore_index=True).rename_axis(some[0].index.name)
-    column = owner if owner in joined else "client"
-    if column in joined and (joined[column].astype(str) != client.astype(str)).any():
+    client, notes = _named_rows({n: len(one) for n, (one, *_) in tables.items()}, where)
+    usual = [n for n in every[0] if n.strip().lower() in frames.LABELS]
+    of_labels = [label] if label in every[0] else usual
+    whole = frames.concatenated(every, of_labels)
+    whole = whole.rename_axis(every[0].index.name)
+    keys = np.empty(len(tables), object)
+    keys[:] = list(tables)
+    named = np.repeat(keys, [len(one) for one, *_ in tables.values()])
+    first = whole.iloc[0]
+    same = [
+        name
+        for name in whole
+        if name not in of_labels and np.ndim(first[name]) == 0
+        if (whole[name].astype(object).to_numpy() == named).all()
+    ]
+    column = owner or "client"
+    if column in {*whole} - {*same}:
         raise ValueError(
             f"{where}: the column {column} has other names than the clients; drop or "
             "rename it"
         )
-    joined[column] = client
-    return Rows(None, joined, True, notes)
+    return whole.drop(columns=same).assign(**{column: client}), notes
 
 
 def _is_of_client(value: Any) -> bool:
-    """Whether it is meant as the rows of a client: two arrays, a table or a dict."""
+    """Whether it is meant as the rows of a client: two arrays, or a dict of them."""
     if isinstance(value, Mapping):
         return bool({*value} & {"x", "y", "train", "test"})
     if isinstance(value, (tuple, list)):
         are_arrays = all(hasattr(one, "shape") for one in value)
         return len(value) == 2 and (are_arrays or isinstance(value, tuple))
-    return foreign.is_frame(value)
+    return False
 
 
 def _is_listed(value: Any) -> bool:

@@ -78,8 +78,9 @@ def repeats(source: Dataset, has_test: bool) -> tuple[str, ...]:
 
 def num_shared(rows: np.ndarray, others: np.ndarray) -> int:
     """How many of the examples `rows` [N, ...] are one of `others`, in all bits."""
-    known = {one.tobytes() for one in others}
-    return sum(one.tobytes() in known for one in rows)
+    held = {one.tobytes() for one in rows}
+    seen = held.intersection(one.tobytes() for one in others)
+    return sum(one.tobytes() in seen for one in rows)
 
 
 def owner_names(source: Dataset) -> tuple[str, ...]:

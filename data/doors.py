@@ -6,6 +6,7 @@ of clients, and data sets of Hugging Face and of torch with `__len__` and `__get
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,11 @@ def opened(
         with files.named("dataset"):
             frames.check_alone(out[0].split[0], **parts)
             return _divided(out[0])
+    if out[0].frame is not None:
+        # Names of clients in the other parts are of the owner's column, too.
+        with contextlib.suppress(ValueError):
+            names = list(map(str, out[0].frame.columns))
+            owner = frames.chosen(names, label, owner)[1]
     for name, more in parts.items():
         rows = None if more is None else _rows(more, name, label, owner)
         out.append(rows and rows._replace(is_of_whole=beside[name] is None))
@@ -135,7 +141,7 @@ def _is_pair_of_pairs(given: Any) -> bool:
 
 def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
     """Returns the rows of an object; see `opened`."""
-    if (found := by_client.joined(given, where, owner, _rows)) is not None:
+    if (found := by_client.joined(given, where, label, owner, _rows)) is not None:
         return found
     columns = foreign.as_columns(given)
     if columns is not None:

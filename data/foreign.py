@@ -107,8 +107,10 @@ def check_order(table: Any, column: Any, name: str, where: str) -> None:
 
 def as_frame(given: Any) -> pandas.DataFrame | None:
     """A table of pandas, polars or pyarrow as one of pandas, None for other objects."""
-    is_table = hasattr(given, "get_columns") or hasattr(given, "to_pandas")
-    if isinstance(given, Mapping) or not (is_table or is_frame(given)):
+    kinds = "get_columns", "collect", "to_pandas"  # polars, lazy polars, pyarrow
+    is_table = any(hasattr(given, name) for name in kinds) or is_frame(given)
+    # Data sets of Hugging Face have items, of which some are images.
+    if not is_table or isinstance(given, Mapping) or hasattr(given, "with_format"):
         return None
     columns = as_columns(given)
     if columns is None or is_frame(columns):

@@ -84,14 +84,12 @@ def from_csv(
 
 
 def _check_header(place: pathlib.Path) -> None:
-    """Refuses (ValueError) other separators, and very many columns.
-
-    For these pandas takes hours.
-    """
+    """Refuses (ValueError) separators but commas, and columns that take hours."""
     from pandas.io import common
 
     with common.get_handle(place, "rb", compression="infer", is_text=False) as opened:
         header = opened.handle.readline(MAX_HEADER_BYTES)
+    header = re.sub(rb'"[^"]*"', b"", header)  # names may hold any of them
     for separator, shown in ((b";", "semicolons"), (b"\t", "tabs")):
         if header.count(separator) > header.count(b","):
             raise ValueError(
@@ -220,9 +218,6 @@ def _joined(
     Returns (the rows of all, bool[N]). Those of a table without the column `owner` have
     none; there that column has any value.
     """
-    import pandas
-    from pandas.api.types import is_bool_dtype as is_bool
-
     has_owner = np.ones(len(frame), bool)
     for part in parts.values():
         if part is None:
@@ -233,13 +228,24 @@ def _joined(
         if owner and not is_owned:
             part = part.assign(**{owner: frame[owner].iloc[0]})
         both = [frame, _with_columns(part, frame.columns)]
-        # pandas makes 1 of True beside numbers, which are labels of another kind.
-        named = [name for name in (label, owner) if name in frame]
-        mixed = [n for n in named if len({is_bool(one[n]) for one in both}) > 1]
-        both = [one.astype(dict.fromkeys(mixed, object)) for one in both]
-        frame = pandas.concat(both, ignore_index=True)
+        frame = concatenated(both, [name for name in (label, owner) if name in frame])
         has_owner = np.append(has_owner, np.full(len(part), is_owned))
     return frame, has_owner
+
+
+def concatenated(
+    tables: Sequence[pandas.DataFrame], named: Sequence[str]
+) -> pandas.DataFrame:
+    """Joins tables with the same columns, of which `named` hold labels or owners.
+
+    There pandas would make 1 of True beside numbers, which are of another kind.
+    """
+    import pandas
+    from pandas.api.types import is_bool_dtype as is_bool
+
+    mixed = [n for n in named if len({is_bool(one[n]) for one in tables}) > 1]
+    every = [one.astype(dict.fromkeys(mixed, object)) for one in tables]
+    return pandas.concat(every, ignore_index=True)
 
 
 def split_column(columns: Mapping[str, Any], names: Sequence[str]) -> str:

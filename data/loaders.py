@@ -144,7 +144,7 @@ def _recognized(name: str, data: dataset.Dataset) -> dataset.Dataset:
         return data
     line = (
         f"the images of {name} here have the mean pixel of {other}, {mean:.1f}, whose "
-        f"files have the same names; --dataset={other} reads them by that name"
+        f"files have the same names; is --data_dir that of {name}?"
     )
     return data._replace(notes=(*data.notes, line))
 

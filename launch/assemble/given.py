@@ -77,7 +77,7 @@ def settled(**given: Any) -> Settings:
     public = _public_images(config, fitted)
     if public is not None and (count := dataset.num_shared(public, fitted.image)):
         line = f"{count} of {len(public)} images of --public_set={config.public_set} "
-        line += "are examples of the clients' own data, which they train or test on"
+        line += f"are examples of --dataset={config.dataset}, too"
         fitted = fitted._replace(notes=(*fitted.notes, line))
     return Settings(
         entry=registry.algorithm(given.get("algo", config.algo)),

@@ -248,7 +248,11 @@ class Workdir(loop.Listener):
         self._restore(self._folder_of(round), round)
         is_begun = done is not None or (self.path / METRICS).exists()
         if self._restored is None and is_begun:
-            raise ValueError(f"{self.path} has no checkpoint, so there is no state")
+            cure = "; the command that began it begins again with --resume"
+            raise ValueError(
+                f"{self.path} has no checkpoint, so there is no state"
+                f"{cure * (done is None)}"
+            )
         if done is not None and round is None and self._restored[0] < done["rounds"]:
             raise ValueError(
                 f"{self.path} is finished after {done['rounds']} rounds, and its last "

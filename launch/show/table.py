@@ -441,7 +441,8 @@ def _values(
         (p, side), (p_best, _) = (
             found.get(row, (None, 0)) for found in (to_control, to_best)
         )
-        is_best = best is not None and means[row] == means[best]
+        # Equal means may differ in the last bit.
+        is_best = best is not None and means[best] - means[row] <= 1e-9
         is_best |= p_best is not None and p_best >= significance.LEVEL
         is_best &= is_ranked and row in whole
         gap = sign * (means[row] - means.get(control, 0.0))

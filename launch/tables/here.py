@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from data import files, loaders, own_files, texts
+from data import files, labels, loaders, own_files, texts
 from fedjax_pfl import checkpoint
 from fedjax_pfl import options as options_lib
 from fedjax_pfl.options import option
@@ -45,12 +45,6 @@ def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] |
     except ValueError as error:
         print(f"note: {error}", file=sys.stderr, flush=True)
         return None
-
-
-def _rules(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a cell's algorithm as JSON, also those that a preset decides."""
-    _, hparams = resolve.configure(cells.known(options))
-    return json.loads(json.dumps(vars(hparams), default=str))
 
 
 def run(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,18 +188,18 @@ class Table:
         teachers = {one.get("options", {}).get("teacher") for one in every}
         in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
         taken: list[float] = []
-        read: list[str] = []  # the commits of cells that are read
+        read: list[str] = []  # the commits of the cells that are read
         for number, cell in enumerate(in_turn, start=1):
             folder, options = self.folder(cell), cell.options | self.seeds
             teacher, taught = by_place.get(cell.teacher), {}
             if teacher is not None:
                 taught = {"teacher": str(self.folder(teacher) / MODEL)}
-            whole = self._whole(cell, by_place), _rules(options)
+            whole = self._whole(cell, by_place), self._rules(cell, by_place)
             found = self.kept.get(folder.name, *whole)
             if found and not curves.has_wanted(found, self.sheet):
                 found = None  # of a table that needed other curves
             if found:
-                read.append(found.get("git_commit") or "an unknown one")
+                read.append(found.get("git_commit", "")[:8] or "an unknown one")
             if found is None and is_dry:
                 found = stored(folder, options | taught)
                 found = found and found | {"clients": clients(folder)}
@@ -230,9 +224,9 @@ class Table:
                         _drop_last(folder / finished.CHECKPOINTS)
             self.results[cell.place] = found
             if cell is in_turn[-1] and read and processes.is_first():
-                commits = ", ".join(sorted({one[:8] for one in read}))
                 line = f"note: {len(read)} of {len(in_turn)} cells are of runs before, "
-                line += f"read from --cells={self.asked.cells}, at commit {commits}"
+                line += f"read from --cells={self.asked.cells}, at "
+                line += f"commits {labels.listed(sorted({*read}))}"
                 print(line, file=sys.stderr, flush=True)
             if is_new or cell is in_turn[-1]:
                 yield
@@ -243,6 +237,20 @@ class Table:
         if teacher is None:
             return options
         return options | {"taught_by": self._whole(teacher, by_place)}
+
+    def _rules(self, cell: cells.Cell, by_place: Mapping[Any, Any]) -> dict[str, Any]:
+        """The options of a cell's run as JSON, also those that a preset decides.
+
+        Those of its teacher's are among them, and those of execution are not.
+        """
+        config, hparams = resolve.configure(cells.known(cell.options | self.seeds))
+        how = schema.names(schema.EXECUTION)
+        every = {name: one for name, one in vars(config).items() if name not in how}
+        rules = json.loads(json.dumps(every | vars(hparams), default=str))
+        teacher = by_place.get(cell.teacher)
+        if teacher is None:
+            return rules
+        return rules | {"taught_by": self._rules(teacher, by_place)}
 
     def _write_model(self, teacher: cells.Cell) -> None:
         """Writes the first seed's server model of a teacher to `MODEL` in its folder.

@@ -43,8 +43,8 @@ class File:
     def get(self, name: str, options: Object, rules: Object) -> dict[str, Any] | None:
         """The run of this name, if it has these options, and rules if it has any.
 
-        `rules` are the options of its algorithm, also those that a preset decides. Runs
-        of earlier versions have none.
+        `rules` are all its options but those of execution, also those that a preset
+        decides. Runs of earlier versions have none.
         """
         found = self._done.get(self._place(name, options, rules), {})
         return found if found.get("options") == options else None
@@ -73,12 +73,20 @@ class File:
         def is_free(place: str) -> bool:
             held = self._done.get(place, {})
             known = held.get("rules", {})
-            is_same = all(known.get(n, value) == value for n, value in rules.items())
-            return is_same and held.get("options", options) == options
+            return _fits(known, rules) and held.get("options", options) == options
 
         with_rules = {"options": options, "rules": rules}
         every = name, beside(name, options), beside(name, with_rules)
         return next(filter(is_free, every), every[-1])
+
+
+def _fits(known: Object, rules: Object) -> bool:
+    """Whether known rules are equal, as far as a version that wrote them had them."""
+    return all(
+        _fits(known[name], value) if isinstance(value, dict) else known[name] == value
+        for name, value in rules.items()
+        if name in known
+    )
 
 
 def beside(name: str, key: Object) -> str:

@@ -574,6 +574,65 @@ def test_tables_by_client(form):
     assert found.notes[0].startswith("1 of 3 clients of dataset= have no rows")
 
 
+@pytest.mark.parametrize(
+    "names", ["pq", (3, 5), (pandas.Timestamp(0), pandas.Timestamp(1))]
+)
+@pytest.mark.parametrize("owner", ["", "site"])
+def test_tables_of_a_groupby(names, owner):
+    """The grouped column is no feature, and test tables may lack it."""
+    given = {}
+    for number, name in enumerate(names):
+        given[name] = TABLE[number::2].assign(site=[name] * 6)
+    test = {names[1]: TABLE[:3].assign(label=0)}
+    rows = doors.opened(given, test, owner=owner)
+    found = doors.joined(*rows, owner=owner)
+    assert found.columns == ("a", "b") and len(found.owners) == 2
+    assert sorted(found.client[:12]) == [0] * 6 + [1] * 6
+    assert found.client[12:].tolist() == [found.client[6]] * 3
+
+
+def test_owners_of_a_table_and_of_test_tables_by_client():
+    """The names of clients are of the owner's column, whatever that is called."""
+    whole = TABLE.assign(client_id=list("pq") * 6)
+    for given in (whole, dict(list(whole.groupby("client_id")))):
+        rows = doors.opened(given, {"q": TABLE[:3]}, {"p": TABLE[3:5]})
+        found = doors.joined(*rows)
+        assert found.columns == ("a", "b") and found.owners == ("p", "q")
+        assert found.client[12:].tolist() == [1] * 3 + [0] * 2
+
+
+def test_labels_of_tables_by_client():
+    """True is not 1, a client may have one class, and one without rows no columns."""
+    one, other = FEATURES[:6], FEATURES[6:]
+    for pair in (
+        ((one, [True, False] * 3), (other, [1, 2] * 3)),
+        (one.assign(label=[True, False] * 3), other.assign(label=[1, 2] * 3)),
+    ):
+        with pytest.raises(ValueError, match="one type"):
+            doors.joined(*doors.opened(dict(zip("pq", pair, strict=True))))
+    given = {0: TABLE[:6].assign(label=0), 1: TABLE[6:].assign(label=1)}
+    found = doors.joined(*doors.opened(given | {2: pandas.DataFrame()}))
+    assert found.label.tolist() == [0] * 6 + [1] * 6 and found.columns == ("a", "b")
+    empty = pandas.DataFrame(), []
+    rows = doors.opened({"p": (one, Y[:6]), "q": (other, Y[6:]), "r": empty})
+    assert doors.joined(*rows).columns == ("a", "b")
+
+
+def test_a_table_of_examples_beside_its_labels_in_a_dict():
+    """They are the columns x and y, and no clients."""
+    found = doors.joined(*doors.opened({"x": FEATURES, "y": Y}))
+    np.testing.assert_array_equal(found.label, Y)
+    assert found.client is None and found.image.shape == (12, 2)
+
+
+def test_tables_by_client_whose_cells_are_arrays():
+    """As of a whole table: they are the examples."""
+    every = pandas.DataFrame({"image": list(X), "label": Y})
+    rows, *_ = doors.opened({"p": every[:8], "q": every[8:]})
+    np.testing.assert_array_equal(rows.arrays[0], X)
+    assert list(rows.arrays[2]) == ["p"] * 8 + ["q"] * 4
+
+
 def test_tables_of_pixels_by_client():
     """Bytes stay bytes."""
     pixels = pandas.DataFrame(np.arange(24, dtype=np.uint8).reshape(12, 2))

@@ -90,6 +90,8 @@ def test_other_separators_are_named(tmp_path, separator, name):
     line = f"its columns are separated by {name}; write it with commas and decimal poi"
     with pytest.raises(ValueError, match=line):
         loaders.load(f"csv:{path}", "")
+    path.write_text(f'"a{separator} cm{separator} inner",y\n1,0\n2,1\n3,1\n4,0\n')
+    assert len(loaders.load(f"csv:{path}", "").columns) == 1
 
 
 @pytest.mark.parametrize("label", ["species", " species"])

@@ -58,7 +58,7 @@ def test_columns_of_a_public_table_go_by_name(tmp_path):
         path = tmp_path / "public.csv"
         table[:20][columns].assign(label=0).to_csv(path, index=False)
         made = build.experiment(**given, public_set=f"csv:{path}", partition="iid")
-        line = f"20 of 20 images of --public_set=csv:{path} are examples of the clients"
+        line = f"20 of 20 images of --public_set=csv:{path} are examples of --dataset="
         assert any(note.startswith(line) for note in made.notes)
         return np.asarray(made.data.image)[-20:]  # behind the clients' own
 
@@ -86,7 +86,7 @@ def test_columns_of_a_public_table_have_the_same_names(tmp_path):
             np.testing.assert_array_equal(made.data.image[-20:], GRID[:20])
     (table + 0.5).to_csv(tmp_path / "public.csv", index=False)
     made = build.experiment(**given, public_set=f"csv:{tmp_path}/public.csv")
-    assert not any("of the clients' own data" in note for note in made.notes)
+    assert not any("are examples of" in note for note in made.notes)
 
 
 def test_numbers_that_the_normalisation_is_not_for():

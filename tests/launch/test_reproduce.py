@@ -273,6 +273,18 @@ def test_a_teacher_is_made_again(taught, tmp_path, capsys):
     assert options["taught_by"] == kept["all-large-seed0-0"]["options"]
     dry = [*argv, "--row=Taught", "--workdir=elsewhere", "--dry_run"]
     assert "| Taught | missing |" not in run(dry, capsys)
+    path, was = tmp_path / "kept", dict(kept["half-taught-seed0-0"]["rules"])
+    assert was.pop("taught_by")["local_epochs"] == 2
+    of_other = {"rules": was | {"taught_by": {"local_epochs": 77}}}
+    kept["half-taught-seed0-0"] |= of_other
+    path.write_text(json.dumps(kept))
+    assert "| Taught | missing |" in run(dry, capsys)
+    kept["half-taught-seed0-0"] |= {"rules": was}
+    del kept["half-taught-seed0-0"]["git_commit"]
+    path.write_text(json.dumps(kept))
+    reproduce.command(dry)
+    out, told = capsys.readouterr()
+    assert "| Taught | missing |" not in out and ", an unknown one\n" in told
     changed(
         tmp_path, lambda sheet: sheet["rows"]["Large"]["options"].update(client_lr=0.3)
     )
@@ -361,7 +373,7 @@ def test_cells_outlive_their_folders(written, tmp_path, capsys, blobs):
     assert shown("--workdir=c", "--client_lr=0.5")[0] == 2
     assert len(json.loads((tmp_path / "cells").read_text())) == 2
     assert shown("--workdir=b") == (0, first)  # those of other options stay
-    told = "1 of 1 cells are of runs before, read from --cells=cells, at commit "
+    told = "1 of 1 cells are of runs before, read from --cells=cells, at commits "
     assert told in errors.pop()
     # Runs of earlier versions have no rules, and such of other rules are not taken.
     cells = json.loads((tmp_path / "cells").read_text())
