@@ -31,8 +31,8 @@ def joined(
         return None
     if held is given and (tables := _tables(held, where)):
         if (found := _of_tables(tables, where, label, owner)) is not None:
-            joined, notes = found
-            rows = rows_of(joined, where, label, owner)
+            table, notes = found
+            rows = rows_of(table, where, label, owner)
             return rows._replace(notes=(*notes, *rows.notes))
         held = given = tables
     parts: dict[Any, Any] = {}
