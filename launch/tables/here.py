@@ -24,6 +24,8 @@ from launch.show import curves, sheets
 from launch.tables import cells, paper, store
 
 MODEL = "model.msgpack"
+# Options of execution, of which the rounds decide a run's numbers
+_HOW = schema.names(schema.EXECUTION) - {"rounds"}
 
 
 def stored(folder: pathlib.Path, options: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -152,8 +154,7 @@ class Table:
         self.dataset = available(dataset, given.get("data_dir", ""))
         self.sheet = paper.of_dataset(sheet, self.dataset, given.get("masked_loss"))
         # Options of execution are not shown above the table.
-        how = schema.names(schema.EXECUTION) - {"rounds"}
-        self.execution = {key: given.pop(key) for key in how & given.keys()}
+        self.execution = {key: given.pop(key) for key in _HOW & given.keys()}
         # A sheet may say how many seeds its table has.
         own = {"seed": 0, "num_seeds": 1} | self.sheet["common"]["options"]
         self.seeds = {key: given.pop(key, own[key]) for key in ("seed", "num_seeds")}
@@ -244,8 +245,7 @@ class Table:
         Those of its teacher's are among them, and those of execution are not.
         """
         config, hparams = resolve.configure(cells.known(cell.options | self.seeds))
-        how = schema.names(schema.EXECUTION)
-        every = {name: one for name, one in vars(config).items() if name not in how}
+        every = {name: one for name, one in vars(config).items() if name not in _HOW}
         rules = json.loads(json.dumps(every | vars(hparams), default=str))
         teacher = by_place.get(cell.teacher)
         if teacher is None:

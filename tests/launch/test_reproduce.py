@@ -382,6 +382,7 @@ def test_cells_outlive_their_folders(written, tmp_path, capsys, blobs):
     (tmp_path / "cells").write_text(json.dumps(cells))
     assert shown("--workdir=b", "--dry_run") == (0, first)
     for cell in cells.values():
+        assert cell["rules"]["rounds"] == 2
         cell["rules"]["local_epochs"] = 3
     (tmp_path / "cells").write_text(json.dumps(cells))
     assert "missing" in shown("--workdir=b", "--dry_run")[1]
