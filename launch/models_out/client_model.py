@@ -249,7 +249,10 @@ class ClientModel(NamedTuple):
 
 
 def number_of(run: Run, client_id: Any) -> int:
-    """One of 0..K-1 as it is, or the number of an owner by name, or a ValueError."""
+    """One of 0..K-1 as it is, or the number of an owner by name, or a ValueError.
+
+    A warning says so where owners are other whole numbers than 0..K-1.
+    """
     most, owners = run.config.num_clients - 1, run.owners or ()
     if isinstance(client_id, str) and client_id in owners:
         return owners.index(client_id)
@@ -260,6 +263,12 @@ def number_of(run: Run, client_id: Any) -> int:
         names = f", or an owner's name, {quoted}" if owners else ""
         raise ValueError(
             f"client_id={limits.shown(client_id)}: expected 0..{most}{names}"
+        )
+    if owners and owners[client_id].isdecimal() and owners[client_id] != str(client_id):
+        warnings.warn(
+            "note: a client_id without quotes counts clients from 0; an owner's number "
+            f"has quotes, as client 0 is client_id={owners[0]!r}",
+            stacklevel=4,
         )
     return client_id
 

@@ -150,6 +150,20 @@ def test_what_a_run_leaves_behind(named, tmp_path):
     assert opened.classes == CLASSES and opened.round == 1
 
 
+def test_owners_that_are_whole_numbers():
+    """A number counts clients, its text names an owner, and a warning says so."""
+    x, y = blobs(6, 6)
+    owner = np.repeat([2, 1, 5], 16)  # clients 1, 0 and 2
+    made = build.experiment(dataset=(x, y, owner), **SMALL, partition="natural")
+    made.run(progress=False)
+    with pytest.warns(UserWarning, match="counts clients from 0.*as client 0 is .*'1'"):
+        rows = made.rows(1, "train")
+    assert set(owner[rows]) == {2}
+    np.testing.assert_array_equal(rows, made.rows("2", "train"))
+    with pytest.raises(ValueError, match="client_id=5: expected 0..2, or an owner's"):
+        made.rows(5)
+
+
 def test_notes_say_what_was_taken(tmp_path, capsys, monkeypatch):
     """On the command line: NCHW, text in an npz, owners of few rows; one line each."""
     monkeypatch.chdir(tmp_path)
