@@ -7,6 +7,9 @@ client without train rows, that of all. D_(n,c) are a client's train rows of cla
 
     answer_n = argmax_c abs(D_(n,c))
 
+Its probabilities, which the loss is of, are the shares of the labels with one more row
+of each class: (abs(D_(n,c)) + 1) / (abs(D_n) + Y).
+
 Differs from the paper: no paper has it as a method.
 """
 
@@ -31,7 +34,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return (jnp.zeros(task.num_classes),), ({},)
 
     def forward(params, stats, h, **_):
-        return jnp.broadcast_to(params[0], (h.shape[0], task.num_classes)), stats
+        logits = jnp.log1p(params[0])
+        return jnp.broadcast_to(logits, (h.shape[0], task.num_classes)), stats
 
     model = types.Model("majority", ("counts",), init_model, forward)
 

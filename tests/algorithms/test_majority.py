@@ -66,6 +66,15 @@ def test_answers_the_biggest_class(data, task):
     np.testing.assert_allclose(values["global_accuracy"], 3 / 9)
 
 
+def test_probabilities_are_the_shares_of_labels(data, task):
+    """Of a client's train rows and one more row of each class."""
+    made = majority.make(majority.HParams(), task)
+    model, variables = made.server(made.init(data, jax.random.key(0)), data)["global"]
+    logits, _ = model.forward(*variables, np.zeros((2, 1)))
+    shares = np.tile([6 / 18, 6 / 18, 4 / 18, 2 / 18], (2, 1))
+    np.testing.assert_allclose(jax.nn.softmax(logits), shares, rtol=1e-6)
+
+
 def test_a_client_without_train_rows_answers_as_the_server(data, task):
     """As newcomers do, of which no table has the train rows."""
     train = data.partition.train
