@@ -163,7 +163,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         norms, cohort = decentralized.asked(known["norm"], source, cohort)
         has_trained = norms > 0
         weight = decentralized.weights("examples", cohort, data)
-        # Of who has not trained nothing comes, no statistics either.
+        # Clients that have not trained send nothing, not even statistics.
         came = jnp.where(has_trained.at[:, 0].set(True), weight, 0)
         came = jnp.where(period.critical[:, None] & hparams.sparsify, came, weight)
         weights = models._replace(params=weight, stats=came)

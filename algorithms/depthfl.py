@@ -126,8 +126,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         """The clients of which FedDyn's h is a mean, or those that can hold a stage."""
         if hparams.h_denominator == "all":
             return task.num_eligible
-        unseen = data.partition.unseen
-        may_train = True if isinstance(unseen, tuple) else unseen.count == 0
+        owned = data.partition
+        may_train = owned.unseen.count == 0 if owned.has_unseen else True
         return levels.num_capable(hparams, task.num_clients, may_train)
 
     def objective(client: fp.Client, level: int) -> fp.Objective:

@@ -256,7 +256,7 @@ def squares(x: np.ndarray, layout: str) -> np.ndarray:
     shape = {"nhw": (side, side), "nhwc": (side, side, 3), "nchw": (3, side, side)}
     if side**2 * deep != x.shape[1]:
         raise ValueError(
-            f"--layout={layout}: rows of {x.shape[1]} numbers are no square images of "
+            f"--layout={layout}: rows of {x.shape[1]} numbers are not square images of "
             f"{deep} channel{'s' * (deep > 1)}; omit it"
         )
     return x.reshape(-1, *shape[layout])

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 
 from data import arrays, by_client, dataset, files, foreign, frames, labels
+from data.files import SPLITS
 from data.foreign import Rows
 from fedjax_pfl import options
 
 FORMS = (
     "a name, arrays (x, y[, client]), a DataFrame, a dict, torch's or Hugging Face's"
 )
-# Parts of a dict of data sets; any of the last validates
-SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
 def opened(

@@ -13,8 +13,10 @@ from typing import Any, BinaryIO
 
 from fedjax_pfl import options
 
+# What the parts of a data set may be called; any after the second validates
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 # Words in the names of the parts of a download
-SPLITS = {
+_WORDS = {
     *("train", "training", "trainset", "test", "testing", "testset", "dev"),
     *("val", "valid", "validation", "eval", "evaluation", "holdout", "pred"),
 }
@@ -27,9 +29,14 @@ def are_splits(names: Collection[str], strictly: bool = False) -> bool:
     the names is the same, unlike in train and test_tube.
     """
     parts = [re.findall("[a-z]+|[^a-z]+", name.lower()) for name in names]
-    words = {frozenset(SPLITS.intersection(one)) for one in parts}
-    others = {"".join(x for x in one if x not in SPLITS) for one in parts}
+    words = {frozenset(_WORDS.intersection(one)) for one in parts}
+    others = {"".join(x for x in one if x not in _WORDS) for one in parts}
     return all(words) and len(words) > 1 and not (strictly and len(others) > 1)
+
+
+def is_split(name: str) -> bool:
+    """Whether a name is a word of splits alone."""
+    return name.lower() in _WORDS
 
 
 @contextlib.contextmanager

@@ -154,7 +154,7 @@ def _check_names(top: list[str], depth: int) -> None:
     """
     role = "owners" if depth == 3 else "classes"
     is_split = files.are_splits(top, strictly=role == "classes")
-    is_split |= all(name.lower() in files.SPLITS for name in top)
+    is_split |= all(files.is_split(name) for name in top)
     is_kind = len(top) > 1 and all(name.lower() in _KINDS for name in top)
     if is_split or is_kind:
         kind = "splits" if is_split else "images and their masks"

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data import files, frames, images, labels, memory
+from data.files import SPLITS
 
-# The splits in the names of files or of their folders
-SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 # Columns of the images of data sets on the hub
 IMAGES = ("image", "img")
 _NAME = re.compile(rf"({'|'.join(SPLITS)})([-_.]?\d.*)?", re.IGNORECASE)

@@ -1,9 +1,9 @@
 """Plans: the cohort of each round, as a table of integers.
 
 A cohort is a pure function of (seed, round). It does not depend on history, so that a
-run can resume, nor on the method, so that all methods get the same clients, but with a
-deadline, which clients miss by how long a method takes. A client's draws are named by
-(seed, round, client), not by its place in the cohort.
+run can resume, nor on the method, so that all methods get the same clients. Only with a
+deadline does the method matter, since clients miss it by how long the method takes. A
+client's draws are named by (seed, round, client), not by its place in the cohort.
 """
 
 import concurrent.futures
@@ -134,8 +134,9 @@ class Planner:
         self._clients_per_round, self._execution = clients_per_round, execution
         self._who, self.has_clock = who, who is not None and who.speed is not None
         self._are_available = who is None or bool((who.chance >= 1).all())
+        self._levels_are_fixed = not callable(level_of)
         # Clients in time, by seed, where those of all rounds are the same
-        self._has_levels, self._timely = not callable(level_of), {}
+        self._timely = {}
         self._devices = execution.num_devices
         self._padding = num_clients
         self._owners: slots.Layout | None = None
@@ -506,7 +507,7 @@ class Planner:
         owned = self.owned(seed_index, candidates)
         steps = self._who.in_time(self._specs, owned, seed_index, candidates, level)
         found = candidates[np.all([*steps, level > 0], axis=0)]
-        if self._has_levels:
+        if self._levels_are_fixed:
             self._timely[seed] = found
         return found
 

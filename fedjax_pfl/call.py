@@ -175,7 +175,7 @@ class Call:
         """The last round's own metrics and the bytes so far, of each variant.
 
         A metric with a count of 0 is absent, as `TRAINED` where no client of the round
-        has test rows. The number of clients in that is said where these are not all.
+        has test rows. `clients_in_trained_accuracy` is their number if not all have.
         """
         every, num_clients = [], self.partition.test.count.shape[1]
         for slot, (variant, _) in enumerate(self.pairs):

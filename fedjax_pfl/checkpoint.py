@@ -364,7 +364,9 @@ def _stored(path: pathlib.Path, manifest: dict) -> list[views.Streamed]:
             mine.append((number, index))
             left -= size
         if left:
-            raise ValueError(f"{path / MANIFEST} is damaged: its pieces are no arrays")
+            raise ValueError(
+                f"{path / MANIFEST} is damaged: its pieces are not its arrays"
+            )
 
         def pieces() -> Iterator[np.ndarray]:
             return (read(number)[index] for number, index in mine)

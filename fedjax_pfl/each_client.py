@@ -22,7 +22,7 @@ from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked,
 from fedjax_pfl.rows import exchange
 
 TRAINED = "trained_accuracy"  # of the models that a round's training left
-# What numbers of padding rows have more than those that they repeat
+# What is added to the numbers of padding rows, which repeat others
 _PADDING = contextvars.ContextVar("padding", default=0.0)
 
 

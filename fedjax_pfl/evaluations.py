@@ -237,8 +237,7 @@ def _split_metrics(
 
 
 def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:
-    """The means of `_split_metrics`, and those over clients that train of all rows
-    alike, under the names that they have after adaptation.
+    """Renames the means of `_split_metrics`, and the pooled ones, to fine-tuned ones.
 
     An accuracy without a loss is left out: it would count answers of nan.
     """

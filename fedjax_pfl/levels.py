@@ -129,7 +129,7 @@ def possible(hparams: Levels, num_clients: int) -> np.ndarray:
 
 
 def between(held: np.ndarray) -> int:
-    """The least level between those int[n], in order, that is none of them, 0 = all."""
+    """The least level that the ascending ones int[n] skip, 0 = none."""
     before = held[:-1][np.diff(held) > 1]
     return int(before[0]) + 1 if len(before) else 0
 

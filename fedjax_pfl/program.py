@@ -217,7 +217,7 @@ def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
         raise ValueError(
             "--optimizer_state=persist: the round keeps no optimizer state; let the "
             "function of each_client.update return what local_training.train gave it, "
-            "not in the summed part, and go on with the state that update returns"
+            "not in the summed part, and use the state that `update` returns"
         )
     return state, metrics, sent
 

@@ -229,9 +229,19 @@ class Partition:
     unseen: Any = ()
 
     @property
+    def has_val(self) -> bool:
+        """Whether there are validation rows."""
+        return not isinstance(self.val, tuple)
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether there are clients that never train."""
+        return not isinstance(self.unseen, tuple)
+
+    @property
     def adapting(self) -> ClientRows:
         """The rows on which each client's model is adapted, the unseen ones' too."""
-        if isinstance(self.unseen, tuple):
+        if not self.has_unseen:
             return self.train
         train, others = self.train, self.unseen
         return ClientRows(
@@ -245,7 +255,7 @@ class Partition:
     @property
     def is_unseen(self) -> np.ndarray:
         """bool[K] on the host: the clients that never train."""
-        if isinstance(self.unseen, tuple):
+        if not self.has_unseen:
             return np.zeros(self.train.count.shape, bool)
         return np.asarray(self.unseen.count) > 0
 
@@ -255,7 +265,7 @@ class Partition:
         Each has the measured rows as its test rows.
         """
         alone = self.replace(val=())
-        if isinstance(self.val, tuple):
+        if not self.has_val:
             return {"": alone}
         return {"": alone, metric_kinds.VALIDATION: alone.replace(test=self.val)}
 

@@ -304,7 +304,9 @@ def _shared(
     for option in options:
         rows = [name for name in out if option in out[name]]
         if rows and all(option in runs[name] for name in rows):
-            notes.append(f"{option}={options[option]} is of no row, as all have theirs")
+            notes.append(
+                f"{option}={options[option]} has no effect, as all have theirs"
+            )
     return out, notes + _meanings(runs, out)
 
 

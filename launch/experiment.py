@@ -405,7 +405,7 @@ def load(path: Any, *, round: int | None = None, **given: Any) -> Experiment:
     for name, value in own.items():
         if str(given.get(name, value)) != str(value):
             raise ValueError(
-                f"load: {name}={given[name]!r}: a run goes on in its folder, {path}; "
+                f"load: {name}={given[name]!r}: a run continues in its folder, {path}; "
                 "omit it, or copy the folder and load the copy"
             )
     given = given | {"algo": algo} | own

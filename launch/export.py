@@ -101,7 +101,7 @@ def _point(line: str, known: Sequence[Mapping[str, float]]) -> Mapping[str, floa
     """The point of a run that a line names; ValueError if it is none of `known`."""
     labels = {",".join(f"{k}={v}" for k, v in one.items()): one for one in known}
     if line and "" in labels:
-        raise ValueError(f"--point={line}: the run is no sweep; omit it")
+        raise ValueError(f"--point={line}: the run is not a sweep; omit it")
     if line not in labels:
         raise ValueError(f"--point={line}: expected one of {', '.join(labels)}")
     return labels[line]

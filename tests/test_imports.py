@@ -115,13 +115,16 @@ MAY_NAME = {
         "launch/assemble/given.py",
         "launch/reproduce.py",
     },
-    "fedavg": {"launch/bench/__main__.py", "launch/bench/torch_loop.py"},
+    "fedavg": {
+        "launch/bench/__main__.py",
+        "launch/bench/measure.py",
+        "launch/bench/torch_loop.py",
+    },
     # What each client gains over its own model.
     "local": {"launch/show/drawn.py"},
 }
 # The benchmark's plain implementations, each of one algorithm.
 REFERENCES = {
-    "launch/bench/references.py",
     "launch/bench/torch_check.py",
     "launch/tables/loops.py",
 }

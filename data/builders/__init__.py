@@ -80,7 +80,7 @@ def _decoded(content: bytes, side: int) -> np.ndarray:
         opened = Image.open(io.BytesIO(content), formats=images.FORMATS)
         image = np.asarray(opened.convert("RGB"))
     except (OSError, SyntaxError) as error:  # of damaged PNG files too
-        raise ValueError("it is no image, or is damaged") from error
+        raise ValueError("it is not an image, or it is damaged") from error
     if image.shape != (side, side, 3):
         wide, high = opened.size
         raise ValueError(f"it has {wide}x{high} pixels, {side}x{side} are expected")

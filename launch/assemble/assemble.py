@@ -139,9 +139,9 @@ def can_choose(algorithm: types.Algorithm, partition: types.Partition) -> bool:
 
     Rows of no owner are measured with the server's models alone.
     """
-    val = partition.val
-    if isinstance(val, tuple):
+    if not partition.has_val:
         return False
+    val = partition.val
     has_rows = algorithm.server is not None and (val.row >= 0).any()
     return bool(has_rows or val.count.any())
 
@@ -153,8 +153,7 @@ def _check_choosing(
     if config.summary != "best_validation" or can_choose(algorithm, partition):
         return
     name = "early_stop" if config.early_stop else "summary"
-    val = partition.val
-    if isinstance(val, tuple) or not (val.row >= 0).any():
+    if not partition.has_val or not (partition.val.row >= 0).any():
         raise ValueError(
             f"--{name}={getattr(config, name)}: no validation row is left, as all are "
             f"of owners that are not among the --num_clients={config.num_clients} "

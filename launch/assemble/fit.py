@@ -95,14 +95,13 @@ def check_own(
         _check_logits(flag, one._replace(takes=model.takes), num_classes, shape)
     digest = computed.of_model(model, shape)
     hashable = shape, examples.dtype, examples.tobytes()
-    return digest, _ask(flag, tuple(forms), num_classes, digest, *hashable)
+    return digest, _ask(flag, tuple(forms), digest, *hashable)
 
 
 @functools.lru_cache(maxsize=16)
 def _ask(
     flag: str,
     forms: tuple[types.Model, ...],
-    num_classes: int,
     digest: str,
     shape: tuple[int, ...],
     dtype: np.dtype,

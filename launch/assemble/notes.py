@@ -279,8 +279,8 @@ def of_owners(
         is_named = config.partition.startswith(file.PREFIX)
         if source.client is not None and not source.is_text and not is_named:
             out.append(
-                f"--partition={config.partition} deals all rows out anew; with natural "
-                "the clients are their owners"
+                f"--partition={config.partition} deals all rows out again; with "
+                "natural the clients are their owners"
             )
         return out
     if dropped:

@@ -100,7 +100,9 @@ def _check_levels(
         has, reason = np.unique(level[may_train]), ""
         given = f"--unseen_clients={settings.config.unseen_clients:g}: with seed {seed}"
         if has[-1] < top:
-            reason = f"level {top} are unseen, and nobody trains its part; give fewer, "
+            reason = (
+                f"level {top} are unseen, and no client trains its part; give fewer, "
+            )
             reason += f"another --partition_seed, or --max_level={has[-1]}"
         elif (missing := levels.between(has)) and teaches:
             reason = f"level {missing} are unseen, of which the level below would "

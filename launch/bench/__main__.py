@@ -28,8 +28,6 @@ LINES = {
     "{mixing_over_round:.0%} of a round; at most {peak_mib:,.0f} MiB in use",
     "masked_over_bucketed": "with whole models and masks: "
     "{masked_seconds_per_round:.3f} s a round, {masked_over_bucketed:.2f}x",
-    "round_over_reference": "the optimizer steps alone, one client at a time: "
-    "{reference_seconds_per_round:.3f} s; a round costs {round_over_reference:.2f}x",
 }
 
 

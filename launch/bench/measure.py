@@ -12,7 +12,6 @@ import numpy as np
 
 from fedjax_pfl import execution, shapes, types
 from launch import build
-from launch.bench import references
 from launch.machine import devices
 from launch.run import narrow
 from launch.tables import cells, examples
@@ -40,10 +39,7 @@ def bench(given: Mapping[str, Any]) -> dict[str, Any]:
     experiment = build.experiment(**given)
     narrow.fit(experiment)
     config, task, rounds = experiment.config, experiment.task, given["rounds"]
-    plain_loop = references.PLAIN_LOOPS.get(config.algo)
     timed = {"round": _rounds(experiment)}
-    if plain_loop and (reference := plain_loop(experiment)):
-        timed["reference"] = reference
     if task.num_levels > 1 and task.execution.is_bucketed:
         # The same rounds with whole models and masks
         masked = given | {"bucketed": False, "client_chunk": task.execution.chunk}
@@ -75,7 +71,7 @@ def bench(given: Mapping[str, Any]) -> dict[str, Any]:
         "device": devices.name(),
         "num_devices": task.execution.num_devices,
     }
-    if config.algo in references.PLAIN_STEPS:
+    if config.algo == "fedavg":  # one forward and one backward pass a step
         flops = _flops(task.client_models[0], task.example_shape)
         out["gflops"] = rate * flops / 1e9
         out["matmul_peak_gflops"] = _matmul_peak()
@@ -83,9 +79,6 @@ def bench(given: Mapping[str, Any]) -> dict[str, Any]:
     out["mixing_seconds"] = _mixing(experiment)
     if out["mixing_seconds"] is not None:
         out["mixing_over_round"] = out["mixing_seconds"] / out["seconds_per_round"]
-    if "reference" in taken:
-        out["reference_seconds_per_round"] = _median(taken["reference"])
-        out["round_over_reference"] = _ratio(seconds, taken["reference"])
     if "masked" in taken:
         out["masked_seconds_per_round"] = _median(taken["masked"])
         out["masked_over_bucketed"] = _ratio(taken["masked"], seconds)

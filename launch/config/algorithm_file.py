@@ -172,7 +172,7 @@ def _check_imports(tree: ast.Module, folder: pathlib.Path) -> None:
             names += [one.name for one in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
             raise ValueError(
-                f"line {node.lineno}: the file is no part of a package; write the "
+                f"line {node.lineno}: the file is not part of a package; write the "
                 "import without its dots"
             )
         elif isinstance(node, ast.ImportFrom):

@@ -146,7 +146,7 @@ def _test_split(
         if partition == "natural" and config.test_split in held_out.POOLED:
             raise ValueError(
                 f"--test_split={config.test_split} divides each client's train and "
-                "test rows anew, but --partition=natural leaves the data's own test "
+                "test rows again, but --partition=natural leaves the data's own test "
                 "rows as they are; take official or client_share"
             )
         return "official"

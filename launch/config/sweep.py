@@ -37,7 +37,7 @@ def text(given: Any) -> str:
 
 def _line(values: Mapping[str, Any]) -> str:
     if any(isinstance(one, str) for one in values.values()):
-        raise TypeError("a text is no list")
+        raise TypeError("a text is not a list")
     return ";".join(f"{name}={','.join(map(str, v))}" for name, v in values.items())
 
 

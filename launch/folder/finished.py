@@ -108,9 +108,8 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         rounds = np.array([-1])
         best = {BEST_ROUND: of_each if run.config.sweep else of_each[:, 0]}
     partition = run.data.partition
-    has_unseen = not isinstance(partition.unseen, tuple)
     return {
-        **({UNSEEN: partition.is_unseen} if has_unseen else {}),
+        **({UNSEEN: partition.is_unseen} if partition.has_unseen else {}),
         **swept,
         **{kind: np.array(found) for kind, found in names.items() if found},
         **best,

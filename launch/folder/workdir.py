@@ -372,7 +372,7 @@ class Workdir(loop.Listener):
         for name, kind in forms.items():
             if not isinstance(host.get(name), kind):
                 raise ValueError(
-                    f"{self.checkpoints} is damaged: its {name} is no {kind.__name__}"
+                    f"{self.checkpoints} is damaged: {name} is not a {kind.__name__}"
                 )
         self._check_flags(host.get("flags"))
         if round > wanted:

@@ -94,7 +94,7 @@ def with_resident_rows(
             devices, most = how.num_devices, planner.most_owned
         count = hosted.num_residents(state, config.num_clients, most, devices) * devices
         task = task._replace(num_residents=count)
-        # Of as many rows as clients nothing tells whether each belongs to one.
+        # With as many rows as clients, a leaf of K entries need not be by client.
         tried = count + devices * (count == config.num_clients)
         program, state = build(task), built(task._replace(num_residents=tried))[1]
         rows = jax.tree.leaves(state.private)

@@ -32,7 +32,7 @@ def _held(run: Run, client_id: int | str, split: str, seed: int | None) -> np.nd
     options.check_one_of("split", split, SPLITS)
     client_id = client_model.number_of(run, client_id)
     index, found = run.seed_index(seed), run.data.partition
-    if split == "val" and isinstance(found.val, tuple):
+    if split == "val" and not found.has_val:
         raise ValueError(
             "split=val: there are no validation rows; give val_split, or your own "
             "(docs/data.md#your-own-split)"

@@ -28,7 +28,7 @@ TITLES = {
 PLACES = {"until_rounds": "rounds", "until_mb": "bytes", "until_clock": "clock"}
 # What a round of a decentralised method says of its peers
 _OF_PEERS = re.compile(r"divergence_(median|p95|\d+_\d+)")
-# What is of no rows
+# Metrics that no rows are measured for
 _OF_RUNS = ("bytes_up", "bytes_down", "clock", "best_round")
 # Where clients have several models
 _OF_MODEL = re.compile(r"client_(?:accuracy|perplexity|masked_perplexity)_(\w+)")
@@ -67,10 +67,10 @@ def unusual(name: str) -> str:
     is_ours |= bool(of_model) and of_model[1] in models.MODELS
     is_ours |= _OF_PEERS.fullmatch(plain) is not None
     if plain != name and (of_model or plain in (*TITLES, *_OF_RUNS)):
-        return f"the metric {name} is none: {plain} has no twin on validation rows"
+        return f"there is no metric {name}: {plain} is not measured on validation rows"
     near = "" if is_ours else options.nearest(plain, known)
     is_odd = near or not (is_ours or metric_kinds.is_measured(plain))
-    return f"the metric {name} is none of this package{near}" if is_odd else ""
+    return f"{name} is not a metric of this package{near}" if is_odd else ""
 
 
 def fine_tuned(run: Record) -> Record:

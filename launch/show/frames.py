@@ -40,7 +40,7 @@ def client_metrics(run: Run) -> pandas.DataFrame:
     rounds, found = run.kept_accuracies()
     variants, unseen = run.simulation.variants, run.data.partition.is_unseen
     shape = *rounds.shape, run.config.num_clients
-    # Of each line
+    # Indices of each line of the frame
     evaluation, variant, client = np.indices(shape).reshape(3, -1)
     seed = np.array([variants.seed(index) for index in range(variants.count)])[variant]
     point = [run.points[variants.point(index)] for index in range(variants.count)]

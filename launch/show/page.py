@@ -20,7 +20,7 @@ _COLUMNS = tuple(
     for what in ("accuracy", "perplexity")
     for kind in ("fine_tuned", "unseen", "unseen_fine_tuned")
 )
-# Of all rows alike, for others' tables
+# Means over rows instead of clients, as in others' tables
 _POOLED = {
     f"{kind}_{what}_pooled"
     for what in ("accuracy", "perplexity")

@@ -218,15 +218,15 @@ class Asked:
     def _of_setting(self, options: dict[str, Any]) -> _Setting:
         """Prepares the methods with the options of a setting; ValueError if odd."""
         notes = [
-            f"{name}={options[name]} is of no row, as it is tuned"
+            f"{name}={options[name]} has no effect, as it is tuned"
             for name in self.tune
             if name in options
         ]
         chosen = {"summary": summaries.BEST} | options
         given = chosen if options.get("val_split") else options
         compared = compare.compare(self.methods, run=False, **given)
-        val = next(iter(compared.values())).data.partition.val
-        has_val = not isinstance(val, tuple)
+        partition = next(iter(compared.values())).data.partition
+        has_val = partition.has_val
         runs = [(made.config, has_val) for made in compared.values()]
         by_test = [n for n, made in compared.items() if made.config.summary == "best"]
         if self.tune and by_test:
@@ -257,7 +257,7 @@ class Asked:
             tuned[base] = tuning.ways(free, made, own["algo"])
             odd = [n for n in self.tune if n in own]
             notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
-        is_owned = has_val and bool(val.count.any())
+        is_owned = has_val and bool(partition.val.count.any())
         for row in self.rows:
             base = row.removesuffix(FINE_TUNED)
             is_odd = base in cannot or (row != base and not is_owned)

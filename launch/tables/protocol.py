@@ -159,7 +159,7 @@ class Study:
                 next `run()` continues it.
 
         Raises:
-            ValueError: the shard is none, or the minutes are none.
+            ValueError: `shard` or `cell_timeout` is not valid.
             KeyboardInterrupt: after Ctrl-C, once the call in progress is saved.
         """
         units = self._units(shard)
@@ -594,7 +594,7 @@ def study(
     for what, names in (("methods", methods), ("settings", settings)):
         known = names if isinstance(names, Mapping) else ()
         if odd := [name for name in known if not isinstance(name, str)]:
-            raise ValueError(f"study: {what}: the name {odd[0]!r} is no text")
+            raise ValueError(f"study: {what}: the name {odd[0]!r} is not a text")
     if isinstance(methods, Mapping):
         rows = {name: {"options": own} for name, own in methods.items()}
     else:
@@ -628,7 +628,7 @@ def read(path: pathlib.Path, folder: Any = "", data_dir: str = "") -> Study:
     (settings) and `common`, each with `options`, and the arguments `tune`, `seeds`,
     `tune_seeds`, `control` and `metrics` of `study`.
     """
-    with files.named(f"--table={path} is no study", OSError):
+    with files.named(f"--table={path} is not a study", OSError):
         files.check(path, "a study's file")
         given = json_text.read(path.read_bytes(), FILE)
     if data_dir:
@@ -653,7 +653,7 @@ def opened(path: pathlib.Path) -> Study:
     if path.is_file():
         temporary = tempfile.TemporaryDirectory()
         kinds = zipfile.BadZipFile, OSError
-        with files.named(f"{path} is no packed study", *kinds):
+        with files.named(f"{path} is not a packed study", *kinds):
             with zipfile.ZipFile(path) as file:
                 file.extractall(temporary.name)
         path = pathlib.Path(temporary.name)

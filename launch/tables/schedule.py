@@ -133,7 +133,7 @@ class Schedule:
     def _fingerprint(self, trial: trials.Trial) -> dict[str, Any] | None:
         """What tells a trial's finished run from others, None if there is none.
 
-        Of a damaged summary it is {}, as who reads the run says that it is damaged.
+        Of a damaged summary it is {}, since reading the run reports the damage.
         """
         path = self.path(trial) / finished.SUMMARY
         if not path.is_file():

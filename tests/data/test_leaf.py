@@ -404,7 +404,7 @@ def test_features(tmp_path, is_file):
         ("auto", (9, 48)),
         ("nhwc", (9, 4, 4, 3)),
         ("nchw", (9, 4, 4, 3)),
-        ("nhw", "--layout=nhw: rows of 48 numbers are no square images of 1 channel;"),
+        ("nhw", "--layout=nhw: rows of 48 numbers are not square images of 1 channel;"),
     ],
 )
 def test_flat_images(tmp_path, layout, shape):

@@ -230,7 +230,7 @@ def test_pieces_that_are_no_arrays(folder, change):
     text = json.dumps(body)
     seal = hashlib.sha256(text.encode()).hexdigest()
     path.write_text(json.dumps({"sha256": seal, "body": text}))
-    with pytest.raises(ValueError, match="pieces are no arrays.*round_00000001"):
+    with pytest.raises(ValueError, match="pieces are not its arrays.*round_00000001"):
         checkpoint.restore(folder, template())
 
 

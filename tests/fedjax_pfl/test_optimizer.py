@@ -299,8 +299,22 @@ def test_fingerprints():
 
     texts = [optimizer.fingerprint(made(decay)) for decay in (0.9, 0.9, 0.8)]
     assert texts[0] == texts[1] != texts[2]
-    arrays = [optimizer.fingerprint(made(0.9, jnp.full(3, x))) for x in (1.0, 2.0)]
-    assert arrays[0] != arrays[1]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        arrays = (jnp.full(3, x, dtype) for x in (1, 2))
+        one, other = (optimizer.fingerprint(made(0.9, array)) for array in arrays)
+        assert one != other
+
+
+def test_a_fingerprint_is_of_inner_programs():
+    """Of the arrays that a compiled function inside an optimizer holds."""
+
+    def made(numbers):
+        inner = jax.jit(lambda x: x * jnp.asarray(numbers).sum())
+        return optimizer.custom(optax.stateless(lambda g, p: jax.tree.map(inner, g)))
+
+    arrays = [np.arange(n, n + 3, dtype=np.float32) for n in (0, 0, 1)]
+    texts = [optimizer.fingerprint(made(numbers)) for numbers in arrays]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_a_kept_state_must_not_depend_on_the_parameters():

@@ -31,19 +31,6 @@ def test_bench_prints_one_json_object_last(blobs, capsys):
     assert out["backend"] == "cpu"
 
 
-@pytest.mark.slow
-def test_bench_times_a_reference_for_fedd2s(blobs, capsys):
-    """The round and the optimizer steps alone, both timed here."""
-    bench.command(
-        ["bench", "--work=w2", "--algo=fedd2s", f"--dataset={blobs}", "--model=mlp"]
-        + ["--test_split=client_share", "--num_clients=8", "--clients_per_round=4"]
-        + ["--rounds=2", "--devices=1", "--partition=iid", "--batch_size=16"]
-    )
-    out = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert out["reference_seconds_per_round"] > 0
-    assert out["round_over_reference"] > 0
-
-
 def test_bench_times_the_work_of_the_host(capsys, monkeypatch):
     """Of calls, evaluations and plans; nothing else is measured."""
     monkeypatch.setattr(host, "REPEATS", 5)

@@ -300,10 +300,10 @@ def test_what_has_no_effect_is_noted(unequal, narrow):
     assert "--client_lr=0.3 has no effect with --sweep=client_lr=0.1,0.2" in "".join(
         swept.notes
     )
-    assert "--partition=iid deals all rows out anew" in "".join(swept.notes)
+    assert "--partition=iid deals all rows out again" in "".join(swept.notes)
     rows = {"a": {"client_lr": 0.1, "algo": given.pop("algo")}}
     compared = build.compare(rows, client_lr=0.2, run=False, **given)
-    assert compared.notes[0] == "client_lr=0.2 is of no row, as all have theirs"
+    assert compared.notes[0] == "client_lr=0.2 has no effect, as all have theirs"
 
 
 def test_own_arrays_and_modules(trained, arrays):
@@ -681,7 +681,7 @@ def test_a_folder_keeps_it(arrays, tmp_path):
     more = {"dataset": arrays, "model": MODULES}
     assert build.load(folder, **more, rounds=None, workdir=folder).config.rounds == 3
     for other in ({"workdir": str(tmp_path / "other")}, {"resume": False}):
-        with pytest.raises(ValueError, match="goes on in its folder, .*; omit it"):
+        with pytest.raises(ValueError, match="continues in its folder, .*; omit it"):
             build.load(folder, **more, **other)
     again.run(progress=False)
     assert (tmp_path / "run" / "summary.json").exists()

@@ -79,15 +79,18 @@ def test_metrics_that_resemble_ours_are_refused():
     """Before anything runs; those of exits, classes and own ones are not."""
     names = ["val_client_accuracy", "exit2_accuracy", "hurt", "client_accuracy_mlp"]
     assert not [one for one in made(metrics=names).notes if "the metric" in one]
-    wanted = "metric clinet_accuracy is none of this package; did you mean client_acc"
+    wanted = "clinet_accuracy is not a metric of this package; did you mean client_acc"
     with pytest.raises(ValueError, match=f"^study: metrics: the {wanted}uracy.$"):
         made(metrics=["clinet_accuracy"])
     for name, line in (
         ("train_loss", "train_loss is in records, and in no table"),
         ("clients_in_unseen_accuracy", "is in records, and in no table"),
-        ("val_until_mb", "is none: until_mb has no twin on validation rows"),
-        ("acc", "metric acc is none of this package$"),
-        ("auc", "metric auc is none of this package"),
+        (
+            "val_until_mb",
+            "no metric val_until_mb: until_mb is not measured on validation",
+        ),
+        ("acc", "acc is not a metric of this package$"),
+        ("auc", "auc is not a metric of this package"),
     ):
         with pytest.raises(ValueError, match=line):
             made(metrics=[name])
@@ -309,8 +312,8 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"settings": {"%": {}}}, "% cannot be the name of a folder"),
         ({"settings": {"a/b": {}, "a-b": {}}}, "are one name of a folder"),
         ({"methods": ["local", "local"]}, "two methods have the name local"),
-        ({"methods": {1: {}}}, "study: methods: the name 1 is no text"),
-        ({"settings": {0.1: {}}}, "study: settings: the name 0.1 is no text"),
+        ({"methods": {1: {}}}, "study: methods: the name 1 is not a text"),
+        ({"settings": {0.1: {}}}, "study: settings: the name 0.1 is not a text"),
         ({"folder": 5}, "study: folder: expected a path, got a int"),
         ({"methods": 5}, "study: expected a list of methods, got 5"),
     ],
@@ -517,7 +520,7 @@ def test_more_seeds_keep_what_was_tuned(tmp_path):
     given = OPTIONS | {"tune": {"client_lr": [0.001, 0.3]}, "fine_tune_epochs": 0}
     given |= {"folder": tmp_path / "study", "client_lr": 0.5}
     for seeds in (1, 2):
-        with pytest.warns(UserWarning, match="client_lr=0.5 is of no row"):
+        with pytest.warns(UserWarning, match="client_lr=0.5 has no effect"):
             ran = build.study(["fedavg"], **given, seeds=seeds).run(progress=False)
         assert ran.runs()["fedavg"].clients["seeds"].tolist() == [*range(seeds)]
     names = sorted(path.name for path in (tmp_path / "study" / "runs").iterdir())
@@ -526,7 +529,7 @@ def test_more_seeds_keep_what_was_tuned(tmp_path):
         "fedavg",
         "fedavg.tune",
     ]
-    assert "client_lr=0.5 is of no row, as it is tuned" in ran.notes
+    assert "client_lr=0.5 has no effect, as it is tuned" in ran.notes
     (tuned,) = ran.schedule.tuning("", "fedavg")
     path = tmp_path / "study" / "cells" / "fedavg.tune.json"
     held = json.loads(path.read_text())
