@@ -122,7 +122,7 @@ def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
         if isinstance(one, Mapping) and {*one} == {"x", "y"}:
             one = one["x"], one["y"]
         parts = one if isinstance(one, tuple) and len(one) == 2 else (one,)
-        if (frame := foreign.as_frame(parts[0])) is not None:
+        if (frame := _table(parts[0], f"{where} of {name}")) is not None:
             out[name] = (frame.set_axis(list(map(str, frame.columns)), axis=1),)
             out[name] += parts[1:]
     others = [one for name, one in held.items() if name not in out]
@@ -151,6 +151,18 @@ def _tables(held: Mapping[Any, Any], where: str) -> dict[Any, tuple[Any, ...]]:
             foreign.check_order(frame, y, "y", f"{where}: {labels.limited(str(name))}")
         out[name] = (frame[columns], *others)
     return out
+
+
+def _table(given: Any, where: str) -> pandas.DataFrame | None:
+    """A table of a client, of a dict of columns or Hugging Face too, None of others."""
+    are_columns = isinstance(given, Mapping) and all(
+        map(foreign.is_column, given.values())
+    )
+    if not are_columns and not hasattr(given, "with_format"):
+        return foreign.as_frame(given)
+    columns = foreign.as_columns(given)
+    foreign.check_columns(columns, where)
+    return foreign.table({name: list(one) for name, one in columns.items()})
 
 
 def _of_tables(

@@ -34,12 +34,12 @@ def opened(
     held: dict[str, Any] = {}
     if isinstance(given, Mapping) and "train" in given:
         odd = sorted(map(str, {*given} - {*SPLITS}))
-        if odd and not any(map(_is_column, given.values())):
+        if odd and not any(map(foreign.is_column, given.values())):
             raise ValueError(
                 f"dataset: {labels.listed(odd)} beside train: parts are called "
                 f"{', '.join(SPLITS)}; omit or rename them, or a client called train"
             )
-    elif isinstance(given, Mapping) and not any(map(_is_column, given.values())):
+    elif isinstance(given, Mapping) and not any(map(foreign.is_column, given.values())):
         if files.are_splits(names := [str(name) for name in given]):
             raise ValueError(
                 f"dataset: {labels.listed(names)} look like splits and not like "
@@ -110,7 +110,9 @@ def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:
     for name in ("train", "test", "val"):
         place = np.flatnonzero(rows.split[1] == name)
         chosen = tuple(
-            [one[row] for row in place] if isinstance(one, list) else one[place]
+            [one[row] for row in place]
+            if isinstance(one, list)
+            else np.asarray(one)[place]  # of a Series by position
             for one in rows.arrays
         )
         is_first = name == "train"
@@ -119,12 +121,6 @@ def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:
         part = rows._replace(arrays=chosen, split=None, is_of_whole=not is_first)
         out.append(part if len(place) else None)
     return tuple(out)
-
-
-def _is_column(given: Any) -> bool:
-    """Whether it may be a column of a table: an array, or numbers or texts in a row."""
-    are_scalars = isinstance(given, tuple) and all(map(np.isscalar, given))
-    return hasattr(given, "dtype") or isinstance(given, (list, range)) or are_scalars
 
 
 def _is_pair_of_pairs(given: Any) -> bool:
@@ -150,6 +146,8 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
         frame = foreign.with_labels(foreign.as_columns(given[0]), given[1:], where)
         if frame is not None:
             return Rows(None, frame, True)
+        if len(given) == 3:
+            foreign.check_order(given[1], given[2], "client", where, "y")
         columns = [
             foreign.stacked(one, where)
             if foreign.are_images(one)
@@ -199,23 +197,17 @@ def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
         if not any(np.ndim(foreign.plain(one)) for one in first):
             return Rows(None, given, True)
         given = {name: given[name].to_numpy() for name in given.columns}
+    foreign.check_columns(given, where)
     columns = {str(name): foreign.stacked(one, where) for name, one in given.items()}
-    sizes = {name: len(one) if np.ndim(one) else 1 for name, one in columns.items()}
     wide = [name for name, one in columns.items() if np.ndim(one) > 1]
     x = "x" if "x" in wide or not wide else wide[0]
-    reason = ""
-    if len(set(sizes.values())) > 1:
-        reason = f"differ in their number of rows: {labels.sized(sizes)}; give one"
-    elif len(wide) > 1 and x != "x":
-        reason = f"{labels.listed(wide)} hold an array for each row; keep the one of "
-        reason += "the examples, or name it x"
-    if reason:
-        raise ValueError(f"{where}: the columns {reason}")
+    if len(wide) > 1 and x != "x":
+        raise ValueError(
+            f"{where}: the columns {labels.listed(wide)} hold an array for each row; "
+            "keep the one of the examples, or name it x"
+        )
     if not wide:
-        import pandas  # takes long to import
-
-        columns = {name: pandas.Series(one) for name, one in columns.items()}
-        return Rows(None, pandas.DataFrame(columns), True)
+        return Rows(None, foreign.table(columns), True)
     with files.named(where):
         label, owner = frames.chosen([n for n in columns if n != x], label, owner)
         named = [x, label, *filter(None, [owner])]

@@ -5,6 +5,7 @@ Only pandas is imported, and only for tables.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ def as_columns(given: Any) -> Any:
     """Returns a pandas frame or columns by name, None if an object has none."""
     if hasattr(given, "collect_schema") and hasattr(given, "collect"):
         given = given.collect()  # a lazy frame of polars
-    if hasattr(given, "with_format") and hasattr(given, "__len__"):
+    if hasattr(given, "with_format") and not isinstance(given, Mapping):
         # Hugging Face; its numpy format rounds floats, and makes pixels of images
         # without a palette.
         as_is, fast = given.with_format(None), given.with_format("numpy")
@@ -75,12 +76,15 @@ def with_labels(
             )
     import pandas  # takes long to import
 
-    frame = given if is_frame(given) else pandas.DataFrame(given)
     named = dict(zip(("y", "client"), others, strict=False))
-    for name, one in named.items():
-        check_order(frame, one, name, where)
-    are_bytes = all(kind == np.uint8 for kind in frame.dtypes)
-    if are_bytes or any(len(one) != len(frame) for one in others):
+    if isinstance(given, Mapping):
+        check_columns({**given, **named}, where)
+        frame = table(given)
+    else:
+        frame = given
+        for name, one in named.items():
+            check_order(frame, one, name, where)
+    if _are_pixels(frame) or any(len(one) != len(frame) for one in others):
         return None
     beside = {name: pandas.Series(list(one)) for name, one in named.items()}
     names = [str(name) for name in frame.index.names if name is not None]
@@ -89,20 +93,62 @@ def with_labels(
     return pandas.concat(parts, axis=1).rename_axis(", ".join(names) or None)
 
 
-def check_order(table: Any, column: Any, name: str, where: str) -> None:
-    """Refuses (ValueError) a Series that has the rows of a table in another order.
+def _are_pixels(frame: pandas.DataFrame) -> bool:
+    """Whether it holds bytes, in columns whose names differ in numbers alone."""
+    stems = {re.sub(r"\d+", "", str(name)) for name in frame.columns}
+    return all(kind == np.uint8 for kind in frame.dtypes) and len(stems) == 1
 
-    pandas would join both by index, but here the positions of rows count.
+
+def check_order(
+    table: Any, column: Any, name: str, where: str, of: str = "table"
+) -> None:
+    """Refuses (ValueError) a Series that has the rows of `table` in another order.
+
+    pandas would join both by index, but here the positions of rows count. `of` is how
+    the table, which may be another Series, is called.
     """
     first, second = (getattr(one, "index", None) for one in (table, column))
     if not hasattr(first, "equals") or not hasattr(second, "equals"):
         return
     if not first.equals(second) and Counter(first) == Counter(second):
+        the = "the " * (of == "table")
         raise ValueError(
-            f"{where}: {name} has the index of the table in another order; give "
-            f"{name}.loc[table.index], or {name}.to_numpy() if its order is that of "
+            f"{where}: {name} has the index of {the}{of} in another order; give "
+            f"{name}.loc[{of}.index], or {name}.to_numpy() if its order is that of "
             "the rows"
         )
+
+
+def check_columns(columns: Mapping[Any, Any], where: str) -> None:
+    """Refuses (ValueError) columns of other lengths, or Series in another order."""
+    sizes = {str(name): _num_rows(one) for name, one in columns.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"{where}: the columns differ in their number of rows: "
+            f"{labels.sized(sizes)}; give one"
+        )
+    series = {str(n): one for n, one in columns.items() if hasattr(one, "reset_index")}
+    for name, one in series.items():
+        first = next(iter(series))
+        check_order(series[first], one, name, where, first)
+
+
+def _num_rows(column: Any) -> int:
+    shape = getattr(column, "shape", None)
+    if shape is None:  # examples in a list may differ in shape
+        is_text = isinstance(column, (str, bytes))
+        return len(column) if hasattr(column, "__len__") and not is_text else 1
+    return shape[0] if len(shape) else 1
+
+
+def table(columns: Mapping[Any, Any]) -> pandas.DataFrame:
+    """A table of columns by position, where pandas would join Series by their index."""
+    import pandas  # takes long to import
+
+    every = {name: pandas.Series(one) for name, one in columns.items()}
+    return pandas.DataFrame(
+        {name: one.reset_index(drop=True) for name, one in every.items()}
+    )
 
 
 def as_frame(given: Any) -> pandas.DataFrame | None:
@@ -118,6 +164,12 @@ def as_frame(given: Any) -> pandas.DataFrame | None:
     import pandas  # takes long to import
 
     return pandas.DataFrame(columns)
+
+
+def is_column(given: Any) -> bool:
+    """Whether it may be a column of a table: an array, or numbers or texts in a row."""
+    are_scalars = isinstance(given, tuple) and all(map(np.isscalar, given))
+    return hasattr(given, "dtype") or isinstance(given, (list, range)) or are_scalars
 
 
 def is_frame(given: Any) -> bool:

@@ -224,6 +224,11 @@ def _joined(
             continue
         part = part.set_axis(list(map(str, part.columns)), axis=1)
         check_names(list(part.columns))
+        if owner and owner not in part:
+            usual = *OWNERS, owner.strip().lower()
+            like = _called(part.columns, usual) - {*frame.columns}
+            if len(like) == 1:
+                part = part.rename(columns={like.pop(): owner})
         is_owned = bool(owner) and owner in part
         if owner and not is_owned:
             part = part.assign(**{owner: frame[owner].iloc[0]})

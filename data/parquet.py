@@ -306,9 +306,12 @@ def _columns(
 def _joined(name: str, every: list[np.ndarray]) -> np.ndarray:
     """Joins the batches of a column, of which gray images become RGB beside others."""
     every = [one for one in every if len(one)] or every[:1]
-    # A number that is missing makes floats of a column of integers.
-    are_numbers = all(one.ndim == 1 and one.dtype.kind in "iuf" for one in every)
-    if len({one.dtype for one in every}) > 1 and not are_numbers:
+    # One that is missing makes floats of a column of integers, and objects of bools.
+    kinds = {one.dtype.kind for one in every}
+    may_lack = all(one.ndim == 1 for one in every) and (
+        kinds <= {*"iuf"} or kinds == {*"bO"}
+    )
+    if len({one.dtype for one in every}) > 1 and not may_lack:
         some = " and ".join(sorted({str(one.dtype) for one in every}))
         raise ValueError(f"{name} is of {some}; give files of one kind")
     shapes = {one.shape[1:] for one in every}

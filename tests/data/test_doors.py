@@ -497,11 +497,98 @@ def test_labels_in_another_order_than_their_table():
         doors.opened(given)
     pixels = pandas.DataFrame(X.reshape(12, -1))
     for table in (pixels, dict(TABLE[["a", "b"]].items())):
-        with pytest.raises(ValueError, match="y has the index of the table in another"):
+        with pytest.raises(ValueError, match="y has the index of .* in another"):
             doors.opened((table, label.sample(frac=1, random_state=0)))
     doors.opened((TABLE[["a", "b"]], pandas.Series(Y, index=[1, "a"] * 6)))
     rows, *_ = doors.opened((TABLE[["a", "b"]][::-1], label[::-1]))
     assert rows.frame["y"].tolist() == Y[::-1].tolist()
+    owner = pandas.Series(list("pq") * 6)
+    doors.opened((X, label[::-1], owner[::-1]))
+    with pytest.raises(ValueError, match="client has the index of y in another order"):
+        doors.opened((X, label[::-1], owner))
+
+
+@pytest.mark.parametrize("index", [range(12), [*"abcdefghijkl"], [0, 1] * 6])
+def test_columns_that_are_series(index):
+    """Their positions count, as in a frame, also of parts and beside labels."""
+    table = TABLE.assign(label=list("xyz") * 4).set_axis(index, axis=0)
+    table = table.sample(frac=1, random_state=0)
+    columns = dict(table.items())
+    beside = {name: columns[name] for name in "ab"}, columns["label"]
+    for given in (columns, beside):
+        found = doors.joined(*doors.opened(given))
+        np.testing.assert_array_equal(found.image, table[["a", "b"]].astype("f4"))
+        assert [found.classes[one] for one in found.label] == table["label"].tolist()
+    split = ["train", "test", "train"] * 4
+    wide = {"x": X.reshape(12, -1), "label": columns["label"], "split": split}
+    rows = doors.opened(wide | {"client": columns["b"]})
+    places = np.flatnonzero(np.array(split) == "test")
+    assert list(rows[1].arrays[1]) == table["label"].iloc[places].tolist()
+    np.testing.assert_array_equal(rows[1].arrays[2], table["b"].iloc[places])
+
+
+def test_columns_in_another_order_than_others():
+    """Two orders of one index, or other numbers of rows, are refused."""
+    column = TABLE["a"].sample(frac=1, random_state=0)
+    for given in (
+        {"a": column, "label": TABLE["label"]},
+        ({"a": column}, TABLE["label"]),
+    ):
+        with pytest.raises(ValueError, match="has the index of a in another order"):
+            doors.opened(given)
+    for given in ({"a": TABLE["a"][:5], "label": Y}, ({"a": TABLE["a"][:5]}, Y)):
+        with pytest.raises(ValueError, match="number of rows: .*; give one"):
+            doors.opened(given)
+
+
+@pytest.mark.parametrize("names", [["red", "blue"], ["pixel0", "pixel1"], [0, 1]])
+def test_bytes_beside_labels(names):
+    """Pixels where the names differ in a number alone, and else a table's columns."""
+    table = pandas.DataFrame(X.reshape(12, -1)[:, :2], columns=names)
+    found = doors.joined(*doors.opened((table, Y), (table[names[::-1]], Y)))
+    if names[0] == "red":
+        assert found.columns == ("red", "blue") and found.image.dtype == np.float32
+        np.testing.assert_array_equal(found.image[12:], table)
+    else:
+        assert found.columns is None and found.image.dtype == np.uint8
+
+
+@pytest.mark.parametrize("name, is_owner", [("site", 1), ("Client", 1), ("who", 0)])
+def test_owners_of_test_tables_by_another_name(name, is_owner):
+    """A usual one, or the same in another case, that training has not."""
+    train = TABLE.assign(Site=list("pq") * 6)
+    test = TABLE[:3].assign(**{name: list("qpq")})
+    rows = doors.opened(train, test, owner="Site")
+    found = doors.joined(*rows, owner="Site")
+    assert found.owners == ("p", "q")
+    if is_owner:
+        assert found.client[12:].tolist() == [1, 0, 1]
+    else:
+        assert list(found.client[12:]) != [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda image, y: HuggingFace({"image": image, "y": y}),
+        lambda image, y: {"image": image, "y": y},
+        lambda image, y: {"image": np.stack(image), "y": np.array(y)},
+    ],
+)
+def test_columns_by_client(form):
+    """As the partitions of flwr_datasets; columns of other names are left out."""
+    pictures, given = list(X), {}
+    for name, part in {"q": slice(0, 12), "p": slice(0, 12)}.items():
+        given[name] = form(pictures[part], Y[part].tolist())
+    rows, *_ = doors.opened(given)
+    np.testing.assert_array_equal(rows.arrays[0], np.concatenate([X, X]))
+    assert list(rows.arrays[2]) == ["q"] * 12 + ["p"] * 12
+    assert rows.notes[-1] == "label: y; owners: client; x: image"
+    numbers = {name: {"a": [1.5, 2.5], "y": [0, 1], "b": [3, 4]} for name in "qp"}
+    found = doors.joined(*doors.opened(numbers, {"p": {"b": [3], "y": [1], "a": [0]}}))
+    assert found.columns == ("a", "b") and found.owners == ("p", "q")
+    assert found.client.tolist() == [1, 1, 0, 0, 0]
+    np.testing.assert_array_equal(found.image[-1], [0, 3])
 
 
 def test_an_image_that_cannot_be_taken():

@@ -166,6 +166,14 @@ def test_own_table(tmp_path):
     assert one.owners == ("x", "y") and one.columns == ("a", "b")
 
 
+def test_bools_of_which_one_is_missing(tmp_path):
+    """The batch that has it is of objects, and the others are of bools."""
+    values = [True, False] * 600
+    write(tmp_path / "d.parquet", b=[*values[:-1], None], label=[0, 1] * 600)
+    with pytest.raises(ValueError, match="values are missing, of which b has 1"):
+        loaders.load(f"parquet:{tmp_path}/d.parquet", "")
+
+
 @pytest.mark.parametrize("kind", ["list", "fixed"])
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
 def test_lists_of_numbers(tmp_path, kind, dtype):
