@@ -41,19 +41,30 @@ def as_columns(given: Any) -> Any:
     if hasattr(given, "collect_schema") and hasattr(given, "collect"):
         given = given.collect()  # a lazy frame of polars
     if hasattr(given, "with_format") and not isinstance(given, Mapping):
-        # Hugging Face; its numpy format rounds floats, and makes pixels of images
-        # without a palette.
+        # Hugging Face; its numpy format rounds floats, makes int64 of bytes, and pixels
+        # of images without a palette.
         as_is, fast = given.with_format(None), given.with_format("numpy")
-        out = {}
+        kinds, out = getattr(given, "features", None) or {}, {}
         for name, value in (as_is[0] if len(as_is) else {}).items():
             is_array = np.ndim(plain(value)) and not is_image(value)
             out[name] = (fast if is_array else as_is)[name][:]
+            if is_array and _type_of(kinds.get(name)) == "uint8":
+                # Of rows that differ in shape they are objects, and refused later.
+                is_one = out[name].dtype.kind == "i"
+                out[name] = out[name].astype(np.uint8) if is_one else out[name]
         return out
     if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
         return {one.name: one.to_numpy() for one in given.get_columns()}
     if hasattr(given, "to_pandas") and hasattr(given, "column_names"):
         return given.to_pandas()  # a table of pyarrow
     return given if isinstance(given, Mapping) or is_frame(given) else None
+
+
+def _type_of(feature: Any) -> str:
+    """The type of the numbers in a column of Hugging Face, "" if it is not known."""
+    while isinstance(feature, list) or hasattr(feature, "feature"):
+        feature = feature[0] if isinstance(feature, list) else feature.feature
+    return getattr(feature, "dtype", "")
 
 
 def with_labels(

@@ -1,5 +1,7 @@
 """Data sets of other libraries, by small objects with their methods."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas
 import pytest
@@ -74,13 +76,18 @@ def Image(value):  # noqa: N802
 
 
 class HuggingFace:
-    """A data set of Hugging Face, whose numpy format rounds floats."""
+    """A data set of Hugging Face, whose numpy format rounds floats and widens bytes."""
 
     def __init__(self, columns, is_numpy=False):
         self.columns, self.is_numpy = columns, is_numpy
 
     def __len__(self):
         return 12
+
+    @property
+    def features(self):
+        dtypes = {name: np.asarray(one[0]).dtype for name, one in self.columns.items()}
+        return {name: SimpleNamespace(dtype=str(one)) for name, one in dtypes.items()}
 
     def with_format(self, kind):
         return HuggingFace(self.columns, kind == "numpy")
@@ -95,7 +102,7 @@ class HuggingFace:
         if len({one.shape for one in column}) > 1:
             return np.array([*column, None], object)[:-1]
         found = np.stack(column)
-        return found.astype("f4") if found.dtype == np.float64 else found
+        return found.astype({"f": "f4", "u": "i8", "i": "i8"}.get(found.dtype.kind))
 
 
 def test_pixels_of_images_that_have_a_palette():
@@ -475,8 +482,17 @@ def test_real_data_sets_of_hugging_face():
     columns = {"x": list(X), "y": Y.tolist()}
     made = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
     x, y = doors.opened(made)[0].arrays
-    np.testing.assert_array_equal(x, X)
+    np.testing.assert_array_equal(x, X, strict=True)
     np.testing.assert_array_equal(y, Y)
+    parts = {name: made.select(range(name, 12, 2)) for name in (0, 1)}
+    for given in (parts, datasets.DatasetDict({str(n): v for n, v in parts.items()})):
+        x, y, client = doors.opened(given)[0].arrays
+        wanted = np.concatenate([X[::2], X[1::2]])
+        np.testing.assert_array_equal(x, wanted, strict=True)
+        np.testing.assert_array_equal(y, np.concatenate([Y[::2], Y[1::2]]))
+        assert list(map(int, client)) == [0] * 6 + [1] * 6
+    with pytest.raises(ValueError, match="look like splits and not like clients"):
+        doors.opened(datasets.DatasetDict({"test": parts[0], "validation": parts[1]}))
 
 
 def test_images_of_a_palette_are_in_colour():
@@ -581,7 +597,7 @@ def test_columns_by_client(form):
     for name, part in {"q": slice(0, 12), "p": slice(0, 12)}.items():
         given[name] = form(pictures[part], Y[part].tolist())
     rows, *_ = doors.opened(given)
-    np.testing.assert_array_equal(rows.arrays[0], np.concatenate([X, X]))
+    np.testing.assert_array_equal(rows.arrays[0], np.concatenate([X, X]), strict=True)
     assert list(rows.arrays[2]) == ["q"] * 12 + ["p"] * 12
     assert rows.notes[-1] == "label: y; owners: client; x: image"
     numbers = {name: {"a": [1.5, 2.5], "y": [0, 1], "b": [3, 4]} for name in "qp"}
