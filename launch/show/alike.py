@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launch.folder import finished
 from launch.folder.record import Record
 from launch.run import summaries
 from launch.show import words
@@ -25,6 +26,7 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
     from. Clients always differ with the seeds, and are then omitted.
     """
     names, records = [name for name, _ in runs], [run for _, run in runs]
+    chooses = any(run.summary["summary"] in summaries.CHOSEN_BY for run in records)
     found: dict[str, list[Any]] = {
         "data": _grouped(records, data, "public_set", "init_from", "adjacency"),
         "seeds": [tuple(run.clients["seeds"].tolist()) for run in records],
@@ -34,7 +36,9 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
         "rounds": [run.flags.get("rounds") for run in records],
         "clients measured": [_sampled(run) for run in records],
         "masked loss": [run.flags.get("masked_loss") for run in records],
-        "rounds between evaluations": [_between(run) for run in records],
+        "rounds between evaluations": [
+            run.flags.get("eval_every") if chooses else None for run in records
+        ],
         # In words it has the rounds.
         "summary": [run.summary["summary"] for run in records],
     }
@@ -54,12 +58,25 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
 
 def cohorts(runs: Named) -> list[list[str]]:
     """Groups of runs whose C-Gen and C-Spec are of as many clients, [] if all are."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[int, list[str]] = {}
     for name, run in runs:
         if "c_gen" in run.summary["metrics"]:
             is_all = run.flags.get("eval_clients") == "all"
-            count = run.flags.get("num_clients" if is_all else "clients_per_round", "")
+            name = "num_clients" if is_all else "clients_per_round"
+            count = int(run.flags.get(name) or 0)
+            if is_all and finished.UNSEEN in run.clients:
+                count -= int(run.clients[finished.UNSEEN][0].sum())
             groups.setdefault(count, []).append(name)
+    return list(groups.values()) if len(groups) > 1 else []
+
+
+def measured(runs: Named) -> list[list[str]]:
+    """Groups of runs that measured the same rounds until one ends, [] if all did."""
+    rounds = {name: {one["round"] for one in run.records} for name, run in runs}
+    end = min((max(one, default=0) for one in rounds.values()), default=0)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, found in rounds.items():
+        groups.setdefault(tuple(sorted(r for r in found if r <= end)), []).append(name)
     return list(groups.values()) if len(groups) > 1 else []
 
 
@@ -88,12 +105,6 @@ def of_points(names: Sequence[str]) -> str:
     return (
         f"{', '.join(names)} are points of a sweep, of which test rows must not choose"
     )
-
-
-def _between(run: Record) -> str | None:
-    """Rounds between evaluations, of which the summary chooses one, else None."""
-    chooses = run.summary["summary"] in summaries.CHOSEN_BY
-    return run.flags.get("eval_every") if chooses else None
 
 
 def _split(run: Record) -> str | None:

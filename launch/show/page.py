@@ -316,6 +316,8 @@ def _legend(
     text += f", {' or '.join(rules)}."
     if fewer := [f"{name} {count}" for name, count in counts if count < seeds]:
         text += f" Fewer seeds: {', '.join(fewer)}; differences to these are of means."
+    if "best" in (entry.summary["summary"] for entry in entries):
+        text += f" {words.TOO_GOOD}"
     text += _best(entries)
     if len(entries) > 1 and has_colours:
         text += f" Coloured differences are shown by the clients ({table.TEST})."

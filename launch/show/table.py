@@ -234,9 +234,10 @@ def made(
         found = {row: None if row in bad else one for row, one in found.items()}
         why, others = _not_ranked(found)
         prefix = f"{setting}: " * (len(runs) > 1)
-        of_few = "" if why else _of_few(found, metrics)
-        apart += [f"{prefix}{line}" for line in (why, of_few, others) if line]
-        is_ranked |= not why
+        odd = {} if why else _apart(found, metrics)
+        lines = [why, *_of_apart(odd), others]
+        apart += [f"{prefix}{line}" for line in lines if line]
+        is_ranked |= not why and len(here) > 1
         for name in metrics:
             told = here or known
             how = derived.metric(name, told) if told else words.metric(name)
@@ -246,16 +247,16 @@ def made(
                 for row, run in found.items()
                 if test != "none" and not why and name not in derived.TITLES
             }
-            is_alike = not (why or of_few and name in alike.OF_COHORTS)
+            is_alike = not why and name not in odd
             values = _values(how, entries, arrays, control, is_ranked=is_alike)
             pairs = zip(found, values, strict=True)
             values = [Value("diverged") if row in bad else one for row, one in pairs]
             columns.append(Column(setting, how, values))
             has_values = any(one is not None for one in arrays.values())
-            is_bold = how.better and any(entries.values()) and test != "none"
-            if is_bold and is_alike and not has_values and how.title not in untested:
+            is_bold = any(value.is_best for value in values) and test != "none"
+            if is_bold and not has_values and how.title not in untested:
                 untested.append(how.title)
-    notes = _of_values(known, control, test if is_ranked else "none")
+    notes = _of_values(known, control, test, is_ranked)
     notes += apart + _diverged(runs)
     notes += _unknown(metrics, known)
     if untested:
@@ -285,34 +286,59 @@ def _not_ranked(found: Mapping[str, Record | None]) -> tuple[str, str]:
     return why, f"{others[0].upper()}{others[1:]}" if others else ""
 
 
-def _of_few(found: Mapping[str, Record | None], metrics: Sequence[str]) -> str:
-    """Why no value is the best in columns of the clients that a round draws."""
+def _apart(
+    found: Mapping[str, Record | None], metrics: Sequence[str]
+) -> dict[str, str]:
+    """Why no value is the best in a column, by those metrics of which none is.
+
+    Some are of the clients that a round draws, and some of the rounds with evaluations.
+    """
     named = [(looks.title(row), run) for row, run in found.items() if run]
-    titles = [words.title(name) for name in metrics if name in alike.OF_COHORTS]
-    cohorts = alike.cohorts(named) if titles else []
-    if not cohorts:
-        return ""
-    differ = alike.in_words({"the number of clients behind it": cohorts})
-    return f"{', '.join(titles)}: no value is bold or marked, as {differ}."
+    differ = {
+        "the number of clients behind it": (alike.OF_COHORTS, alike.cohorts(named)),
+        "the rounds that were measured": (derived.PLACES, alike.measured(named)),
+    }
+    return {
+        name: alike.in_words({what: groups})
+        for what, (names, groups) in differ.items()
+        for name in metrics
+        if groups and name in names
+    }
 
 
-def _of_values(known: Sequence[Record], control: str, test: str) -> list[str]:
+def _of_apart(reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason of `_apart`."""
+    titles: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        title = derived.TITLES.get(name) or words.title(name)
+        titles.setdefault(reason, []).append(title)
+    return [
+        f"{', '.join(some)}: no value is bold or marked, as {reason}."
+        for reason, some in titles.items()
+    ]
+
+
+def _of_values(
+    known: Sequence[Record], control: str, test: str, is_ranked: bool
+) -> list[str]:
     """What the numbers of all columns are, and what their marks say."""
     notes = []
     if known:
         seeds = max(len(run.clients["seeds"]) for run in known)
         many = f"Mean ± standard deviation of {seeds} seeds."
         notes.append(many if seeds > 1 else "One seed.")
-    if test != "none":
+    if is_ranked and test == "none":
+        notes.append("Bold: the best.")
+    elif is_ranked:
         marks = f"; † better and ‡ worse than {looks.title(control)}" * bool(control)
         notes.append(
             "Bold: the best and all that are not shown to differ from it"
             f"{marks} ({significance.TEST})."
         )
     if any(run.summary["summary"] == "best" for run in known):
-        notes.append("The round is the best on test rows: results are too good.")
+        notes.append(words.TOO_GOOD)
     medians = any(run.summary["summary"].startswith("median") for run in known)
-    if medians and (test != "none" or control):
+    if medians and (test != "none" and is_ranked or control):
         notes.append(
             "Values are medians over rounds. What is of single clients, such as tests, "
             "is of their means over the same rounds."
@@ -428,7 +454,8 @@ def _values(
     means = {row: sign * one["mean"] for row, one in entries.items() if one}
     # A mean over those seeds alone that reached a goal is none of all.
     whole = [row for row in means if summaries.is_of_all(entries[row])]
-    best = max(whole, key=means.__getitem__) if whole and how.better else None
+    has_best = whole and len(means) > 1 and how.better
+    best = max(whole, key=means.__getitem__) if has_best else None
     known = {
         row: _of_seeds(one, entries[row]) for row, one in arrays.items() if row in means
     }

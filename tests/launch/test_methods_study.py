@@ -1158,12 +1158,18 @@ def pair(name, **changed):
         ({}, ""),
         ({"flags": {"eval_sample": "2"}}, "clients measured (FedAvg; Local)"),
         ({"summary": {"summary": "best"}}, "summary (FedAvg; Local)"),
+        (
+            {"summary": {"summary": "best"}, "flags": {"eval_every": "2"}},
+            "rounds between evaluations (FedAvg; Local), summary (FedAvg; Local)",
+        ),
         ({"clients": {"seeds": np.array([0, 7])}}, "seeds (FedAvg; Local)"),
     ],
 )
 def test_unlike_rows_are_not_ranked(changed, reason):
     """As on a page of the same runs."""
     runs = {"fedavg": pair("fedavg"), "local": pair("local", **changed)}
+    runs["fedavg"].flags.setdefault("eval_every", "1")
+    runs["local"].flags.setdefault("eval_every", "1")
     made = table.made({"": runs}, ["client_accuracy"], "fedavg")
     is_bold = [value.is_best for value in made.columns[0].values]
     assert any(is_bold) == (not reason)
@@ -1234,6 +1240,50 @@ def test_c_gen_of_other_clients_is_not_ranked():
         assert ranked == [True, not is_apart]
         line = "C-Gen: no value is bold or marked, as the runs differ in the number of"
         assert is_apart == any(one.startswith(line) for one in made.notes)
+
+
+def test_c_gen_is_of_no_unseen_clients():
+    """So two of three clients of a round are as many as all, of which one is unseen."""
+    runs = {name: pair(name) for name in ("fedavg", "local")}
+    for kind, one in zip(("selected", "all"), runs.values(), strict=True):
+        one.summary["metrics"]["c_gen"] = one.summary["metrics"]["client_accuracy"]
+        one.flags.update(eval_clients=kind, clients_per_round="2")
+        one.clients["unseen"] = np.array([[False, True, False]] * 2)
+    made = table.made({"": runs}, ["c_gen"], "fedavg")
+    assert any(value.is_best for value in made.columns[0].values)
+
+
+def test_goals_of_runs_that_measured_other_rounds_are_not_ranked():
+    """The same run reaches it later where it is measured less often."""
+
+    def measured(name, rounds):
+        rows = [
+            {"round": n, "seed": seed, "client_accuracy": 0.6}
+            | {"bytes_up": n, "bytes_down": n}
+            for n in rounds
+            for seed in (0, 1)
+        ]
+        return pair(name)._replace(records=rows)
+
+    for rounds, is_same in (([1, 2, 4], True), ([4], False), ([1, 2, 4, 5], True)):
+        runs = {"fedavg": measured("fedavg", [1, 2, 4]), "a": measured("a", rounds)}
+        made = table.made({"": runs}, ["client_accuracy", "until_rounds"], "fedavg")
+        bold = [any(v.is_best for v in one.values) for one in made.columns]
+        assert bold == [True, is_same]
+        line = "Rounds until: no value is bold or marked, as the runs differ in the"
+        assert is_same != any(one.startswith(line) for one in made.notes)
+
+
+def test_one_row_is_not_the_best():
+    """Of rows that are not finished nothing is known; without a test a line says so."""
+    runs = {"fedavg": pair("fedavg"), "local": None}
+    made = table.made({"": runs}, ["client_accuracy"], "local")
+    assert not any(value.is_best for value in made.columns[0].values)
+    assert not any(line.startswith("Bold") for line in made.notes)
+    runs["local"] = pair("local")
+    made = table.made({"": runs}, ["client_accuracy"], "local", test="none")
+    assert any(value.is_best for value in made.columns[0].values)
+    assert "Bold: the best." in made.notes
 
 
 def test_one_seed_has_no_deviation():
