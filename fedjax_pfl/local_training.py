@@ -300,7 +300,7 @@ def _masks(
 
 def train(
     hparams: LocalTraining,
-    objectives: LossFn | Sequence[Objective],
+    objectives: LossFn | Objective | Sequence[LossFn | Objective],
     start: types.Variables,
     client: each_client.Client,
     *,
@@ -310,7 +310,8 @@ def train(
     """Trains a model on a client's examples for the steps of its plan.
 
     Args:
-        hparams: Optimizer, learning rate and its decay, clipping.
+        hparams: Optimizer, learning rate and its decay, clipping. Steps and batches are
+            those of the client's plan, whatever `local_epochs` and `batch_size` say.
         objectives: Steps taken one after another on every batch, which share the
             optimizer state, or the only one; each is an `Objective` or its loss.
         start: The model before training.
@@ -332,7 +333,7 @@ def train(
         >>> float(train(LocalTraining(client_lr=0.5), loss_fn, start, client).params[0])
         1.0
     """
-    if callable(objectives):
+    if callable(objectives) or isinstance(objectives, Objective):
         objectives = (objectives,)
     objectives = tuple(Objective(one) if callable(one) else one for one in objectives)
     measures = [one.measure or (lambda grads: ()) for one in objectives]
@@ -341,6 +342,12 @@ def train(
     given = client.opt_state if opt_state is None else opt_state
     is_kept = not (isinstance(given, tuple) and given == ())
     num_stages = len(start.params)
+    if is_kept and not optimizer.fits(given, num_stages):
+        raise ValueError(
+            f"the optimizer state has {len(given)} stages, and the model that trains "
+            f"{num_stages}; an algorithm says in Algorithm.opt_state what its clients "
+            "train, such as `lambda fresh: fresh(params)`"
+        )
     key = client.stream(tag)
     row_at, fill = data.partition.train.of(client.id), _FILL.get()
 

@@ -391,6 +391,11 @@ def apply_gradients(
     return tuple(new_params), tuple(new_state)
 
 
+def fits(opt_state: Any, num_stages: int) -> bool:
+    """Whether a state is one for each of so many stages, or of a whole model."""
+    return isinstance(opt_state, Joined) or len(opt_state) == num_stages
+
+
 def _step(
     tx: optax.GradientTransformation, grads: Any, state: Any, params: Any, mask: Any
 ) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import metadata
 from typing import Any
@@ -287,6 +288,8 @@ def _watched(
             _is_of(one, types.Model, types.Variables) for one in out.values()
         )
         _expect("server", out, is_right, "{name: (model, Variables)}")
+        for name in out:
+            _expect_server(name, kinds)
         servers.update(out)
         no_name_twice()
         return out
@@ -373,6 +376,23 @@ def _expect_metric(name: Any, value: Any, floats: Collection[str]) -> None:
         raise ValueError(
             f"algo: its round returned the metric {name}, which is the name of its "
             "option, by which records of a sweep are told apart; give it another"
+        )
+
+
+def _expect_server(name: Any, kinds: Collection[str]) -> None:
+    """Refuses (ValueError) a model's name whose metrics an evaluation gives to others.
+
+    Those of exits are such names too.
+    """
+    if re.fullmatch(r"global|exit\d+|ensemble", str(name)):
+        return
+    metric = f"{name}_{next(iter(kinds))}"
+    is_taken = metric_kinds.is_measured(metric) or metric == each_client.TRAINED
+    if is_taken or metric.startswith(metric_kinds.VALIDATION):
+        raise ValueError(
+            f"algo: its server returned the model {name!r}, whose metric {metric} is "
+            "the name of what an evaluation has otherwise; call it global, or give it "
+            "another name"
         )
 
 

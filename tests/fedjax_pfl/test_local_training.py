@@ -638,3 +638,22 @@ def test_losses_of_exits_are_added():
     alone = local_training.cross_entropy_loss(small.linear())
     wanted = sum(float(alone((one,), ({},), batch)[0]) for one in params)
     assert float(found) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_objective_alone_is_a_list_of_it(data):
+    """Steps are those of the plan, whatever the options say."""
+    client = small.client(data, small.plan(SIZES))
+    given = options(local_epochs=7, batch_size=1)
+    objective, start = Objective(small.regression), small.at_zero()
+    one = local_training.train(given, objective, start, client)
+    several = local_training.train(options(), [objective], start, client)
+    chex.assert_trees_all_equal(one.params, several.params)
+
+
+def test_a_kept_state_of_other_stages_is_refused(data):
+    """With where to say what is trained."""
+    keeps = options(optimizer_state="persist", client_optimizer="adam")
+    (first, _) = optimizer.fresh(keeps, small.at_zero().params)
+    client = small.client(data, small.plan(SIZES), opt_state=(first,))
+    with pytest.raises(ValueError, match="has 1 stages, .* 2; .*Algorithm.opt_state"):
+        train(data, client, keeps)

@@ -135,6 +135,14 @@ def _listed(state):
             "server returned a dict of Var",
         ),
         ("server", lambda out: {}, "server returned a dict of nothing, expected"),
+        *(
+            (
+                "server",
+                lambda out, name=name: {name: out["global"]},
+                f"server returned the model '{name}', whose metric {name}_accuracy is",
+            )
+            for name in ("client", "trained", "val_global", "unseen")
+        ),
         ("serving", lambda out: out[0], "serving returned a Serving, expected a tuple"),
         ("serving", lambda out: None, "serving returned a NoneType, expected a tuple"),
         (
