@@ -126,9 +126,9 @@ def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.n
     text = re.sub(r"^\.", "0.", text)  # JSON has no number .5
     try:
         found = json_text.read(file_bytes(given) or text, kind)
-        rows = found if is_file else [found] * num_rows
+        rows = found if is_file else [found]
         rows = [one if isinstance(one, list) else [one] for one in rows]
-        if len(rows) != num_rows or len({len(one) for one in rows}) > 1:
+        if is_file and len(rows) != num_rows or len({len(one) for one in rows}) > 1:
             found = f"{len(rows)} entries for {num_rows} clients"
             raise ValueError(f"{found}, or lists of unequal length")
         table = np.array(rows)
@@ -138,4 +138,5 @@ def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.n
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"--{flag}={given}: expected {wanted} ({reason})") from error
-    return table.astype(float)
+    table = table.astype(float)
+    return table if is_file else np.repeat(table, num_rows, 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from flax import struct
 from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
 from fedjax_pfl.rows import exchange
 
+# More chunks are summed in blocks
+MANY_CHUNKS = 256
 TRAINED = "trained_accuracy"  # of the models that a round's training left
 # What is added to the numbers of padding rows, which repeat others
 _PADDING = contextvars.ContextVar("padding", default=0.0)
@@ -575,6 +578,21 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
         kept, given = on_chunk(part)
         return jax.tree.map(jnp.add, total, given), kept
 
+    def summed(parts: Any) -> tuple[Any, Any]:
+        total, kept = jax.lax.scan(step, zeros, parts)
+        return total, stacked.flat(kept)
+
+    def block(total: Any, parts: Any) -> tuple[Any, Any]:
+        given, kept = summed(parts)
+        return jax.tree.map(jnp.add, total, given), kept
+
     zeros = stacked.zeros(jax.eval_shape(on_chunk, stacked.at(parts, 0))[1])
-    total, kept = jax.lax.scan(step, zeros, parts)
+    count = jax.tree.leaves(parts)[0].shape[0]
+    if count <= MANY_CHUNKS:
+        total, kept = summed(parts)
+        return kept, total
+    # A long sum in sequence loses digits, which those of blocks and of these do not.
+    size = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
+    blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), parts)
+    total, kept = jax.lax.scan(block, zeros, blocks)
     return stacked.flat(kept), total

@@ -383,8 +383,9 @@ class Hosted(Rows):
         by_seed = []
         for place, cohort in enumerate(drawn):
             mine = [v for v, seed in call.pairs if seed == call.seeds[place]]
-            first = self._residents(cohort)
-            by_seed.append(self._split(mine, first, sampled(place)))
+            wanted = sampled(place)
+            first = self._residents(cohort) if wanted is None else cohort.needed
+            by_seed.append(self._split(mine, first, wanted))
         try:
             for number in range(max(map(len, by_seed))):
                 none = np.zeros(0, np.int64)

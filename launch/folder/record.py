@@ -279,9 +279,11 @@ def over_seeds(
     place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Returns a metric's (place, mean, standard deviation) over seeds by round."""
-    rows = [row for row in run.records if None not in (row.get(metric), place(row))]
-    rounds = sorted({row["round"] for row in rows})
-    groups = [[row for row in rows if row["round"] == one] for one in rounds]
+    of_round: dict[int, list[Mapping[str, Any]]] = {}
+    for row in run.records:
+        if None not in (row.get(metric), place(row)):
+            of_round.setdefault(row["round"], []).append(row)
+    groups = [of_round[one] for one in sorted(of_round)]
     where = [float(np.mean([place(row) for row in group])) for group in groups]
     values = [[scale * row[metric] for row in group] for group in groups]
     mean = np.array([np.mean(one) for one in values])
