@@ -173,18 +173,19 @@ def _clients(entries: Entries) -> dict[str, Any]:
     shown = [svg.shown(figure, f"Fairness: how many clients have which {kind}.")]
     local = [entry for entry in known if entry.run.flags["algo"] == "local"][:1]
     others = [entry for entry in known if entry.run.flags["algo"] != "local"]
-    pairs = [(e, alone) for e in others for alone in local if is_same(e, alone)]
+    pairs = [(e, base) for e in others for base in local if is_same(e, base)]
     if not pairs:
         note = (
             "Add a run of --algo=local with the same preset and seeds to see the gain "
             "of each client."
         )
         return _section("Clients", shown, note)
-    figure, axes = svg.figure(f"alone (local){unit}", f"with the method{unit}")
+    alone = f"alone ({local[0].name}){unit}"
+    figure, axes = svg.figure(alone, f"with the method{unit}")
     limit = max(np.nanmax(record.of_clients(e.run)) for e in known) if is_text else 100
     axes.plot([0, limit], [0, limit], color=svg.INK, lw=0.8, alpha=0.5)
-    for entry, alone in pairs:
-        x, y = (record.of_clients(one.run).ravel() for one in (alone, entry))
+    for entry, base in pairs:
+        x, y = (record.of_clients(one.run).ravel() for one in (base, entry))
         step = -(-len(x) // figures.MAX_POINTS)
         style = {"color": entry.look.color, "marker": entry.look.marker}
         style |= {"s": 14, "alpha": 0.6, "linewidths": 0}

@@ -266,7 +266,7 @@ def teachers_first(
 
 
 def _check(cell: Cell, has_any: Set[str], given: Mapping[str, Any]) -> None:
-    """Refuses a cell that could not run, before any cell runs.
+    """Refuses what the options of a cell rule out, before any cell runs.
 
     `has_any` are the options of all algorithms in the sheet, and `given` those of every
     cell. Neither these nor the sheet may make a row a method other than its name says.
