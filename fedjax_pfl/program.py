@@ -216,8 +216,8 @@ def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
     if jax.tree.leaves(before) and all(new is old for new, old in pairs):
         raise ValueError(
             "--optimizer_state=persist: the round keeps no optimizer state; let the "
-            "function of each_client.update return what local_training.train gave it, "
-            "not in the summed part, and use the state that `update` returns"
+            "function of Round.update return what local_training.train gave it, not in "
+            "the summed part, and use the Round that `update` returns"
         )
     return state, metrics, sent
 
