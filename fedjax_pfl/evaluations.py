@@ -46,10 +46,12 @@ class Evaluations:
         """Whether an evaluation can be dispatched before its rounds are done.
 
         It cannot where the host has rows, and should not if it has to be compiled. It
-        is not on a GPU, whose loops the host takes part in, so that dispatching lasts
-        about as long as computing: the time of rounds would be that of evaluations.
+        is not on a GPU, whose loops the host takes part in, nor on several devices of a
+        CPU: there dispatching lasts about as long as computing, and the time of rounds
+        would be that of evaluations.
         """
-        if self.execution.platform == "gpu":
+        how = self.execution
+        if how.platform == "gpu" or (how.platform == "cpu" and how.num_devices > 1):
             return False
         adapts = self.program.scoring.adapts is not None
         goes_by_block = self.rows.goes_by_block(self.program.algorithm)

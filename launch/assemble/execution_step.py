@@ -83,6 +83,7 @@ def _execution(
             is_gpu=used[0].platform == "gpu",
         )
         chunk = min(chunk, -(-per_device // task.num_levels))
+        chunk = max(chunk, config.min_chunk)
     if not chunk:
         chunk = _small_chunk(batch_size, per_device) if is_small else 1
     return types.Execution(

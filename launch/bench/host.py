@@ -40,8 +40,8 @@ def measure(given: Mapping[str, Any]) -> dict[str, Any]:
     rounds behind it, and `read` waits for it and makes the record. `plan` is that of a
     round, by the clients in it (60 rows each, two epochs), in windows as full as those
     of a run. `rows` are processor milliseconds of a round in which clients keep their
-    momentum, on the device and on the host, without an evaluation. Raises ValueError
-    for a target.
+    momentum, on the device and on the host, without an evaluation; these have numbers
+    of clients of their own. Raises ValueError for a target.
     """
     if given.get("target"):
         raise ValueError(f"--target={given['target']}: --call runs on this machine")
@@ -78,7 +78,9 @@ def _with_rows(given: Mapping[str, Any]) -> dict[str, float]:
     count = CLIENTS_WITH_ROWS
     of_run = {"dataset": examples.draw(count, 4), "rounds": 10**6}
     of_run |= {"clients_per_round": min(100, count), "eval_every": 10**6}
-    options = TINY | KEPT | dict(given) | of_run
+    ours = ("num_clients", "clients_per_round")
+    mine = {name: value for name, value in given.items() if name not in ours}
+    options = TINY | KEPT | mine | of_run
     homes = {
         home: build.experiment(**options | {"client_state": home}).simulation
         for home in ("device", "host")

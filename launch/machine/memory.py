@@ -128,20 +128,25 @@ def planned(simulation: Any, how: types.Execution, name: str) -> int | None:
 
     They are None if the compiler of any process finds no plan that fits.
     """
-    calls = len(simulation.calls)
-    every = state_bytes(simulation.template(), how)
-    # Where an evaluation goes by blocks of rows, those of a round are there too.
-    goes_by_block = simulation.rows.goes_by_block(simulation.program.algorithm)
-    is_by_block = name != "rounds" and goes_by_block
-    waiting = every * (calls - (not is_by_block)) // calls
     try:
-        needed = planned_bytes(simulation.ahead(name)) + waiting
+        needed = planned_bytes(simulation.ahead(name))
+        needed += waiting_bytes(simulation, how, name)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         needed = None
     found = processes.gathered(needed)
     return None if None in found else max(found)
+
+
+def waiting_bytes(simulation: Any, how: types.Execution, name: str) -> int:
+    """The bytes of the states of other calls, while one of `Program.names` runs."""
+    calls = len(simulation.calls)
+    every = state_bytes(simulation.template(), how)
+    # Where an evaluation goes by blocks of rows, those of a round are there too.
+    goes_by_block = simulation.rows.goes_by_block(simulation.program.algorithm)
+    is_by_block = name != "rounds" and goes_by_block
+    return every * (calls - (not is_by_block)) // calls
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> int:

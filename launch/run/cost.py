@@ -249,6 +249,11 @@ def estimate(run: Run) -> dict[str, Any]:
     clients = run.task.execution.chunk * len(run.simulation.calls[0].variants)
     batch_size = _largest_batch(run)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
+    waiting = functools.partial(memory.waiting_bytes, run.simulation)
+    needed = (
+        plan.needed_bytes + waiting(run.task.execution, name)
+        for name, plan in plans.items()
+    )
     chip, rounds = target.chip(run.target), plans["rounds"]
     if chip.gpu:
         figures = rounds.round_on_gpu()
@@ -264,7 +269,7 @@ def estimate(run: Run) -> dict[str, Any]:
         **figures,
         "temporary_bytes": worst.temporary_bytes,
         "argument_bytes": worst.argument_bytes,
-        "fits": worst.needed_bytes <= chip.memory,
+        "fits": max(needed) <= chip.memory,
         "compile_seconds": sum(plan.seconds for plan in plans.values()),
         "programs": {n: plan.figures(bool(chip.gpu)) for n, plan in plans.items()},
         "note": note,

@@ -31,12 +31,22 @@ def test_bench_prints_one_json_object_last(blobs, capsys):
     assert out["backend"] == "cpu"
 
 
+@pytest.mark.parametrize("name", ["--eval_every=1", "--workdir=here", "--csv"])
+def test_what_a_bench_does_not_do(capsys, name):
+    """Files and evaluations; one line, and nothing is measured."""
+    with pytest.raises(SystemExit):
+        bench.command(["bench", "--work=w3", name])
+    line = name.partition("=")[0] + ": a bench evaluates after its last round alone"
+    assert line in capsys.readouterr().err
+
+
 def test_bench_times_the_work_of_the_host(capsys, monkeypatch):
     """Of calls, evaluations and plans; nothing else is measured."""
     monkeypatch.setattr(host, "REPEATS", 5)
     monkeypatch.setattr(host, "COHORTS", (10,))
     monkeypatch.setattr(host, "CLIENTS_WITH_ROWS", 20)
-    bench.command(["bench", "--call", "--devices=1"])
+    given = ["--num_clients=9", "--clients_per_round=9"]  # of other measurements
+    bench.command(["bench", "--call", "--devices=1", *given])
     *lines, last = capsys.readouterr().out.splitlines()
     out = json.loads(last)
     assert out["algo"] == "fedavg" and len(lines) >= 2

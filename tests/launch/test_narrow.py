@@ -205,3 +205,19 @@ def test_models_whose_size_is_not_counted(unequal):
     """The cost of a step then comes from their parameters."""
     made = make(unequal, model=Recurrent())
     assert made.task.execution.chunk == 4
+
+
+def test_the_least_chunk_is_one_of_levels_too(unequal):
+    """Fewer clients side by side are enough where each level runs alone."""
+    given = {"algo": "heterofl", "clients_per_round": 4}
+    chunk = make(unequal, **given).task.execution.chunk
+    assert chunk < 3 and make(unequal, min_chunk=3, **given).task.execution.chunk == 3
+
+
+def test_states_of_other_calls_wait(unequal):
+    """Those of other seeds, where each is a program of its own."""
+    made = make(unequal, algo="heterofl", num_seeds=3)
+    simulation, how = made.simulation, made.task.execution
+    every = memory.state_bytes(simulation.template(), how)
+    assert len(simulation.calls) == 3
+    assert memory.waiting_bytes(simulation, how, "rounds") == every * 2 // 3 > 0
