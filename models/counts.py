@@ -78,10 +78,13 @@ def _parts(
 
 
 def stages(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Stage, ...]:
-    """The stages of a model for examples of a shape, such as (32, 32, 3)."""
+    """The stages of a model for examples of a shape, such as (32, 32, 3).
+
+    Where stages are not all linen modules, none has a known output, nor costs.
+    """
     variables = shapes.variables(model, example_shape)
-    parts = iter(_parts(model, variables, example_shape))
-    out = []
+    found, count = _parts(model, variables, example_shape), sum(map(len, variables[0]))
+    parts, out = iter(found if len(found) == count else [((), 0)] * count), []
     for name, params, stats in zip(model.stage_names, *variables, strict=True):
         found, macs = zip(*(next(parts) for _ in params), strict=True)
         # An exit follows the trunk, and a stem comes before it.

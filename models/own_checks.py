@@ -206,10 +206,10 @@ def _among_zeros(
 def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> bool:
     """Whether a narrower form has other places of a map where the model has channels.
 
-    That is so where a map [H, W, C] is flattened: a leading slice of the next kernel
-    then holds some places instead of some channels. The narrower form's parameters,
-    with zeros around them, read less of an image in the model than in the form.
-    `narrow` has leading slices of `model`. `x` is a few normalised images [B, H, W, C].
+    That is so where a map [H, W, C] or [T, C] is flattened: a leading slice of the next
+    kernel then holds some places instead of some channels. The narrower form's
+    parameters, with zeros around them, read less of an example in the model than in the
+    form. `narrow` has leading slices of `model`. `x` is a few normalised examples.
     """
 
     def read(one: types.Model, variables: types.Variables) -> jax.Array:

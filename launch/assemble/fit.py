@@ -118,14 +118,15 @@ def _ask(
             f"{flag}: {model.name} gives nan for tokens up to {last}, which are in the "
             f"data; it needs an embedding of {last + 1} words, or as each place has"
         )
-    if model.takes == "tokens" and own_checks.reads_another_row(model, examples):
+    if model.takes != "numbers" and own_checks.reads_another_row(model, examples):
         last = examples.max()
+        what = ", which stands for hidden ones," * (model.takes == "tokens")
         raise ValueError(
-            f"{flag}: {model.name} reads word {last}, which stands for hidden ones, as "
-            f"word {last - 1}; its embedding needs {last + 1} words"
+            f"{flag}: {model.name} reads word {last}{what} as word {last - 1}; its "
+            f"embedding needs {last + 1} words"
         )
-    is_image = len(shape) == 3 and model.takes == "numbers"
-    if len(forms) > 1 and is_image and own_checks.flattens_maps(*forms, examples):
+    is_map = len(shape) > 1 and model.takes == "numbers"
+    if len(forms) > 1 and is_map and own_checks.flattens_maps(*forms, examples):
         raise ValueError(
             f"{flag}: {model.name} flattens a map, so that no narrower form is a slice "
             "of it; average the map before the affine layer"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -171,9 +171,23 @@ def _model(settings: Settings, name: str) -> types.Model:
         return models.make(name, source.num_classes, settings.config.model_width)
     kind = jax.numpy.float32 if source.takes == "numbers" else jax.numpy.int32
     example = jax.ShapeDtypeStruct((2, *source.image.shape[1:]), kind)
-    about = {"name": name, "takes": source.takes}
-    model = own(example)._replace(**about)
-    return model._replace(one_exit=model.one_exit and model.one_exit._replace(**about))
+    model = own(example)
+    one_exit = model.one_exit and _taking(
+        source.takes, model.one_exit._replace(name=name)
+    )
+    return _taking(source.takes, model._replace(name=name, one_exit=one_exit))
+
+
+def _taking(takes: str, model: types.Model) -> types.Model:
+    """The model for a kind of examples, at all its widths."""
+    at_width = model.at_width
+    if at_width is None or takes == model.takes:
+        return model._replace(takes=takes)
+
+    def narrower(rate: float, scaler: Any = 1.0) -> types.Model:
+        return at_width(rate, scaler)._replace(takes=takes)
+
+    return model._replace(takes=takes, at_width=narrower)
 
 
 def _few_examples(settings: Settings, normal: Normal) -> np.ndarray:

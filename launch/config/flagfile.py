@@ -23,7 +23,8 @@ MAX_DEPTH = 50
 # Hash of a run -> what another value of it means
 HASHED = {
     "data_sha256": "other data, graph or first model",
-    "split_sha256": "other rows of clients",
+    "split_sha256": "other rows of clients, or another file of their availability or "
+    "speed",
     "names_sha256": "other names of classes or owners",
     "columns_sha256": "other names of columns",
     "example_shape": "the same numbers in examples of another shape",

@@ -83,7 +83,7 @@ def _methods(asked: Options) -> None:
     try:
         found.run(shard=shard, cell_timeout=asked.cell_timeout)
     except KeyboardInterrupt as error:
-        flags.fail(f"{error}; the same command continues", 130)
+        flags.fail(f"{str(error) or 'interrupted'}; the same command continues", 130)
     print(found.table(), flush=True)
     if asked.report:
         for written in found.write():

@@ -274,6 +274,7 @@ class Asked:
                 "split": one.split_sha256,
                 "tuned": trials.split_sha256(one),
                 "files": trials.files_sha256(one),
+                "computed": trials.computed_sha256(one, compared.options[base]),
             }
             for base, one in compared.items()
         }

@@ -22,6 +22,8 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from data import files
 from fedjax_pfl import checkpoint, json_text
 from launch.config import algorithm_file, limits, registry
@@ -237,7 +239,11 @@ class Study:
         except lock.Held as error:
             self._say(f"{trial.name} is left to another process: {error}")
             return False
-        except (ValueError, MemoryError) as error:
+        except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                if "RESOURCE_EXH" not in str(error):
+                    raise
+                error = "out of memory of the device"
             self._say(f"note: {trial.name} failed: {error}", is_warning=True)
             self.failed.append(trial.name)
             return False
@@ -383,7 +389,7 @@ class Study:
         if made.examples_sha256 != known["data"]:
             changed = "the data"
         elif "files" in known and known["files"] != trials.files_sha256(made):
-            changed = "the first model, the teacher or the graph"
+            changed = "the public set, the first model, the teacher or the graph"
         elif is_comparable and known["split"] not in splits:
             changed = "the rows of the clients"
         if changed:

@@ -43,7 +43,7 @@ class Schedule:
         # Earlier versions had no hashes of the clients' rows, nor of other files.
         kept = {one: every[one] for one in ("data", "own", "split") if one in every}
         hashes = kept | ({"split": every[split]} if split in every else {})
-        hashes |= {"files": every["files"]} if every.get("files") else {}
+        hashes |= {n: every[n] for n in ("files", "computed") if every.get(n)}
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
 

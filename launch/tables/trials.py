@@ -54,13 +54,25 @@ def split_sha256(run: Experiment) -> str:
 
 
 def files_sha256(run: Experiment) -> str:
-    """Hashes the first model, the teacher and the graph that are files, "" without."""
+    """Hashes the public images, first model, teacher and graph, "" without any."""
     graph = run.planner.graph
     has_table = graph is not None and graph.table is not None
-    if not (run.config.init_from or run.teacher_sha256 or has_table):
+    has_public = (run.config.public_set or "none") != "none"
+    has_other = run.config.init_from or run.teacher_sha256 or has_table
+    if not (has_other or has_public):
         return ""
-    both = run.data_sha256 + run.teacher_sha256  # that of data has the other two
+    both = run.data_sha256 + run.teacher_sha256  # that of data has the other three
     return hashlib.sha256(both.encode()).hexdigest()
+
+
+def computed_sha256(run: Experiment, options: Mapping[str, Any]) -> str:
+    """The hash of what code given in Python computes, "" where all are files or names.
+
+    Two functions of the same text may hold other values.
+    """
+    of_data = ("dataset", "test", "val")
+    others = {name: one for name, one in options.items() if name not in of_data}
+    return run.computed_sha256 if is_of_python(as_json(others)) else ""
 
 
 _WRITES = {"csv", "keep_best", "tensorboard", "wandb"}  # more files
