@@ -274,9 +274,10 @@ class Asked:
                 "split": one.split_sha256,
                 "tuned": trials.split_sha256(one),
                 "files": trials.files_sha256(one),
-                "computed": trials.computed_sha256(one, compared.options[base]),
+                "computed": trials.computed_sha256(one, compared.options[base], known),
             }
             for base, one in compared.items()
+            for known in [("algo",) if base in self._files else ()]
         }
         return _Setting(dict(compared.options), tuned, hashes, notes, runs)
 

@@ -10,12 +10,14 @@ import signal
 import types
 import zipfile
 
+import jax
 import numpy as np
 import optax
 import pandas
 import pytest
 from scipy import stats
 
+from fedjax_pfl import averaging, local_training
 from launch import build, report
 from launch.folder import lock, record
 from launch.machine import memory
@@ -592,6 +594,80 @@ def test_options_as_json():
         found = trials.as_json({"dataset": value})
         assert trials.is_of_python(found)
         assert found["dataset"] == f"given in Python{word}"
+
+
+def part_way(share):
+    """FedAvg whose server goes a share of the way, the same text for every share."""
+
+    class Part:
+        """The server goes a share of the way."""
+
+        HParams = averaging.Averaging
+
+        @staticmethod
+        def make(hparams, task):
+            loss_fn = local_training.cross_entropy_loss(task.model)
+
+            def client_update(client, server):
+                return local_training.train(hparams, loss_fn, server, client)
+
+            def step(server, mean, key):
+                return jax.tree.map(lambda a, b: a + share * (b - a), server, mean)
+
+            return averaging.make(hparams, task, client_update, step=step)
+
+    return Part
+
+
+def test_own_code_of_one_text_is_told_apart(tmp_path):
+    """By what it computes: none of two rows is a copy, nor a finished one kept."""
+    given = {"tune": {}, "seeds": 1, "rounds": 1, "control": ""}
+
+    def ran(**shares):
+        rows = {name: {"algo": part_way(share)} for name, share in shares.items()}
+        return made(tmp_path, rows, **given).run(progress=False).runs()
+
+    first = ran(none=0.0, whole=1.0)
+    then = ran(none=0.5, whole=1.0)
+    every = first["none"], first["whole"], then["none"]
+    assert len({one.summary["parameters_sha256"] for one in every}) == 3
+    assert first["whole"].path == then["whole"].path != then["none"].path
+
+
+def test_a_study_knows_its_public_set(tmp_path):
+    """Another one of the same name is no data with which the study began."""
+    path = tmp_path / "public.npz"
+    own = {"public_set": f"npz:{path}", "algo": "fedmd"}
+    given = {"tune": {}, "seeds": 1, "rounds": 1, "control": "", "fine_tune_epochs": 0}
+
+    def study(seed):
+        x = np.random.default_rng(seed).normal(size=(20, 5)).astype(np.float32)
+        np.savez(path, x=x, y=np.arange(20) % 2)
+        return made(tmp_path / "study", {"fedmd": own}, **given)
+
+    one, same, other = (
+        study(seed).schedule.final("", "fedmd").key for seed in (0, 0, 1)
+    )
+    assert one == same != other
+
+
+def test_a_row_that_runs_out_of_memory_ends_no_study(tmp_path, monkeypatch):
+    """As a GPU's says; other errors of jax are not hidden."""
+    text = ["RESOURCE_EXHAUSTED: Out of memory"]
+
+    def full(made, *_):
+        if made.config.algo == "local":
+            raise jax.errors.JaxRuntimeError(text[0])
+        return True
+
+    monkeypatch.setattr(trials, "train", full)
+    given = {"tune": {}, "seeds": 1, "rounds": 1}
+    with pytest.warns(UserWarning, match="local failed: out of memory of the device"):
+        ran = made(tmp_path, ["local", "fedavg"], **given).run(progress=False)
+    assert ran.failed == ["local"]
+    text[0] = "INTERNAL: something else"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        made(tmp_path, ["local"], **given).run(progress=False)
 
 
 def test_clients_of_a_trial_are_known_by_their_rows(tmp_path):
