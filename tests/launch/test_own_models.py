@@ -353,6 +353,77 @@ def test_tokens_of_test_rows_have_an_embedding():
         made(model=Words(), algo="fedavg", **of_tokens(50))
 
 
+class Clamped(nn.Module):
+    """A mean of 50 embeddings that JAX's index finds, which clamps others."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.param("table", nn.initializers.normal(), (50, 4))
+        return nn.Dense(2)(table[x].mean(1))
+
+
+def test_an_index_that_is_clamped_has_no_embedding():
+    """Its last row would answer for the others."""
+    assert made(model=Clamped(), algo="fedavg", **of_tokens(49)).round == 0
+    with pytest.raises(ValueError, match="reads word 55 as word 54; .* needs 56 words"):
+        made(model=Clamped(), algo="fedavg", **of_tokens(55))
+
+
+@pytest.mark.parametrize("algo", ["fedavg", "heterofl"])
+def test_tokens_at_every_width(algo):
+    """Narrower forms take tokens, too."""
+
+    def words(width):
+        parts = [nn.Embed(50, math.ceil(8 * width)), lambda h: h.mean(1), nn.Dense(2)]
+        return nn.Sequential(parts)
+
+    run = made(model=words, algo=algo, **of_tokens(49))
+    assert run.run(progress=False)["metrics"]["global_loss"]["mean"] > 0
+
+
+def test_a_series_that_is_flattened_has_no_narrower_forms():
+    """A slice of the next kernel holds places, and not channels."""
+
+    def flat(width):
+        first = nn.Conv(math.ceil(64 * width), (3,))
+        return nn.Sequential([first, lambda h: h.reshape(len(h), -1), nn.Dense(2)])
+
+    def mean(width):
+        first = nn.Conv(math.ceil(64 * width), (3,))
+        return nn.Sequential([first, lambda h: h.mean(1), nn.Dense(2)])
+
+    x, y, owner = data()
+    series = np.stack([x, -x, x * x], 2)
+    given = {"algo": "heterofl", "dataset": (series, y, owner), "layout": "ntc"}
+    given["client_chunk"] = 1
+    assert made(model=mean, **given).round == 0
+    with pytest.raises(ValueError, match="flattens a map, so that no narrower"):
+        made(model=flat, **given)
+
+
+def test_the_clock_of_stages_that_flax_does_not_see():
+    """A multiply-accumulate for each parameter, by level."""
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(6, 6, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    class End(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(6, 2, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.dense(x)
+
+    model = [("one", Wide, End), ("two", Wide, End)]
+    given = {"level_mix": "1:1", "client_speed": "lognormal:0.5"}
+    run = made(model=model, algo="depthfl", **given)
+    assert run.planner._who.macs[0].tolist() == [48, 96]
+
+
 class Columns(nn.Module):
     """A place of few words beside one of many, and arguments that are no mode."""
 
