@@ -219,11 +219,20 @@ def nearest(name: str, known: Iterable[str], before: str = "") -> str:
     `before` is put in front of it.
     """
     lower, given = {one.lower(): one for one in known}, name.lower()
+    # As `fmnist` of `fashion_mnist`
+    short = given.replace("-", "")
+    brief = [n for n in lower if "_" in n and short == n[0] + n.partition("_")[2]]
     begun = [one for one in lower if given and one.startswith(given)]
     # `emnist` is nearer to `emnist/byclass` than to `femnist`.
     parts = [one for one in begun if one.startswith(f"{given}/")]
     longer = sorted(begun, key=len) if len(given) > 4 else []
-    close = parts or longer or difflib.get_close_matches(given, lower, n=1) or begun
+    close = (
+        brief
+        or parts
+        or longer
+        or difflib.get_close_matches(given, lower, n=1)
+        or begun
+    )
     return f"; did you mean {before}{lower[close[0]]}?" if close else ""
 
 

@@ -257,8 +257,11 @@ def unknown_option(name: str, algo: Any) -> str:
 def meant(name: str, known: Collection[str], sign: str = "--") -> str:
     """A hint at the known option with a name of another framework, or one like it.
 
-    `sign` is what an option is written with.
+    `sign` is what an option is written with. A letter is like no option.
     """
     elsewhere, plain = tomllib.loads(_ELSEWHERE.read_text()), name.replace("-", "_")
-    ours = (n for n, others in elsewhere.items() if plain in others and n in known)
-    return options.nearest(next(ours, name), known, sign)
+    instead = elsewhere.pop("instead")
+    ours = [n for n, others in elsewhere.items() if plain in others and n in known]
+    if not ours and plain in instead and plain not in known:
+        return f"; {instead[plain]}"
+    return options.nearest(*ours[:1] or [name], known, sign) if ours or name[1:] else ""

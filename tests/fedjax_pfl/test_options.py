@@ -139,3 +139,10 @@ def test_a_choice_that_ends_in_a_path():
     for kind in ("file", "a", ""):
         with pytest.raises(ValueError, match="expected one of iid, file:PATH"):
             options.validate(Own(kind))
+
+
+@pytest.mark.parametrize("name", ["fmnist", "FMNIST", "F-MNIST"])
+def test_a_name_in_short(name):
+    """The first letter of its first word stands for that."""
+    found = options.nearest(name, ["mnist", "fashion_mnist", "femnist"])
+    assert found == "; did you mean fashion_mnist?"

@@ -89,12 +89,30 @@ def test_a_file_that_hides_a_package(tmp_path, name, argv, exit_code):
         ("moon", "mu", "contrastive_weight"),
         ("pfedme", "lamda", "proximal_weight"),
         ("fedala", "rand_percent", "adaptive_share"),
+        ("fedala", "s", "adaptive_share"),
+        ("fedavg", "random_seed", "seed"),
+        ("fedavg", "gr", "rounds"),
+        ("fedavg", "t", "num_seeds"),
     ],
 )
 def test_flags_of_neighbours(algo, given, meant):
     """What other frameworks call it, which may depend on the method."""
     with pytest.raises(flagfile.UsageError, match=f"did you mean --{meant}\\?"):
         flags.parse(["main", f"--algo={algo}", f"--{given}=1"])
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("num_classes=10", "; the data have their number of classes$"),
+        ("device_id=0", "; the environment's CUDA_VISIBLE_DEVICES chooses a GPU$"),
+        ("s=80", "--s is not a flag of --algo=fedavg$"),
+    ],
+)
+def test_flags_that_nothing_here_is_like(given, words):
+    """What is there instead, or no guess."""
+    with pytest.raises(flagfile.UsageError, match=words):
+        flags.parse(["main", "--algo=fedavg", f"--{given}"])
 
 
 def test_an_algorithm_that_is_nearly_one():
