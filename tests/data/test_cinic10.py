@@ -86,7 +86,7 @@ def test_missing_or_truncated_is_one_line(archive, tmp_path):
 
 @pytest.mark.parametrize(
     "content, reason",
-    [(b"text", "it is no image, or"), ((31, 32), "it has 31x32 pixels, 32x32 are")],
+    [(b"text", "it is not an image, or"), ((31, 32), "it has 31x32 pixels, 32x32 are")],
 )
 def test_an_image_of_something_else(archive, tmp_path, content, reason):
     """It is named, in one line."""
