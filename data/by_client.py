@@ -158,11 +158,11 @@ def _table(given: Any, where: str) -> pandas.DataFrame | None:
     are_columns = isinstance(given, Mapping) and all(
         map(foreign.is_column, given.values())
     )
-    if not are_columns and not hasattr(given, "with_format"):
+    if not are_columns and not foreign.is_hugging_face(given):
         return foreign.as_frame(given)
     columns = foreign.as_columns(given)
     foreign.check_columns(columns, where)
-    return foreign.table({name: list(one) for name, one in columns.items()})
+    return foreign.table(columns)
 
 
 def _of_tables(
@@ -196,7 +196,8 @@ def _of_tables(
         name
         for name in whole
         if name not in of_labels and np.ndim(first[name]) == 0
-        if (whole[name].astype(object).to_numpy() == named).all()
+        if not whole[name].isna().any()
+        and (whole[name].astype(object).to_numpy() == named).all()
     ]
     column = owner or "client"
     if column in {*whole} - {*same}:

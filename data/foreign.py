@@ -40,7 +40,7 @@ def as_columns(given: Any) -> Any:
     """Returns a pandas frame or columns by name, None if an object has none."""
     if hasattr(given, "collect_schema") and hasattr(given, "collect"):
         given = given.collect()  # a lazy frame of polars
-    if hasattr(given, "with_format") and not isinstance(given, Mapping):
+    if is_hugging_face(given):
         # Hugging Face; its numpy format rounds floats, makes int64 of bytes, and pixels
         # of images without a palette.
         as_is, fast = given.with_format(None), given.with_format("numpy")
@@ -90,12 +90,13 @@ def with_labels(
     named = dict(zip(("y", "client"), others, strict=False))
     if isinstance(given, Mapping):
         check_columns({**given, **named}, where)
-        frame = table(given)
-    else:
-        frame = given
-        for name, one in named.items():
-            check_order(frame, one, name, where)
-    if _are_pixels(frame) or any(len(one) != len(frame) for one in others):
+    frame = given if is_frame(given) else table(given)
+    for name, one in named.items():
+        check_order(frame, one, name, where)
+    if len(others) > 1:
+        check_order(*others, "client", where, "y")
+    are_bytes = is_frame(given) and _are_pixels(frame)
+    if are_bytes or any(len(one) != len(frame) for one in others):
         return None
     beside = {name: pandas.Series(list(one)) for name, one in named.items()}
     names = [str(name) for name in frame.index.names if name is not None]
@@ -105,9 +106,11 @@ def with_labels(
 
 
 def _are_pixels(frame: pandas.DataFrame) -> bool:
-    """Whether it holds bytes, in columns whose names differ in numbers alone."""
-    stems = {re.sub(r"\d+", "", str(name)) for name in frame.columns}
-    return all(kind == np.uint8 for kind in frame.dtypes) and len(stems) == 1
+    """Whether it holds bytes, in columns whose names differ in a number alone."""
+    names = list(map(str, frame.columns))
+    stems = {re.sub(r"\d+", "", name) for name in names}
+    are_numbered = len(stems) == 1 and all(re.search(r"\d", name) for name in names)
+    return are_numbered and all(kind == np.uint8 for kind in frame.dtypes)
 
 
 def check_order(
@@ -138,10 +141,13 @@ def check_columns(columns: Mapping[Any, Any], where: str) -> None:
             f"{where}: the columns differ in their number of rows: "
             f"{labels.sized(sizes)}; give one"
         )
-    series = {str(n): one for n, one in columns.items() if hasattr(one, "reset_index")}
-    for name, one in series.items():
-        first = next(iter(series))
-        check_order(series[first], one, name, where, first)
+    before: dict[str, Any] = {}  # a Series of each index
+    for name, one in columns.items():
+        if hasattr(one, "reset_index"):
+            for first, other in before.items():
+                check_order(other, one, str(name), where, first)
+            if not any(one.index.equals(other.index) for other in before.values()):
+                before[str(name)] = one
 
 
 def _num_rows(column: Any) -> int:
@@ -153,13 +159,21 @@ def _num_rows(column: Any) -> int:
 
 
 def table(columns: Mapping[Any, Any]) -> pandas.DataFrame:
-    """A table of columns by position, where pandas would join Series by their index."""
+    """A table of columns by position, with the index of the first Series.
+
+    pandas would join Series by their index.
+    """
     import pandas  # takes long to import
 
-    every = {name: pandas.Series(one) for name, one in columns.items()}
-    return pandas.DataFrame(
+    every = {
+        name: pandas.Series(list(one) if getattr(one, "ndim", 1) > 1 else one)
+        for name, one in columns.items()
+    }
+    frame = pandas.DataFrame(
         {name: one.reset_index(drop=True) for name, one in every.items()}
     )
+    first = next((one for one in columns.values() if hasattr(one, "reset_index")), None)
+    return frame if first is None else frame.set_axis(first.index, axis=0)
 
 
 def as_frame(given: Any) -> pandas.DataFrame | None:
@@ -175,6 +189,12 @@ def as_frame(given: Any) -> pandas.DataFrame | None:
     import pandas  # takes long to import
 
     return pandas.DataFrame(columns)
+
+
+def is_hugging_face(given: Any) -> bool:
+    """Whether it is a data set of Hugging Face with a known number of rows."""
+    has_rows = hasattr(given, "with_format") and hasattr(given, "__len__")
+    return has_rows and not isinstance(given, Mapping)
 
 
 def is_column(given: Any) -> bool:

@@ -225,8 +225,8 @@ def _joined(
         part = part.set_axis(list(map(str, part.columns)), axis=1)
         check_names(list(part.columns))
         if owner and owner not in part:
-            usual = *OWNERS, owner.strip().lower()
-            like = _called(part.columns, usual) - {*frame.columns}
+            like = _called(part.columns, (owner.strip().lower(),))
+            like = (like or _called(part.columns, OWNERS)) - {*frame.columns}
             if len(like) == 1:
                 part = part.rename(columns={like.pop(): owner})
         is_owned = bool(owner) and owner in part

@@ -62,8 +62,8 @@ def cohorts(runs: Named) -> list[list[str]]:
     for name, run in runs:
         if "c_gen" in run.summary["metrics"]:
             is_all = run.flags.get("eval_clients") == "all"
-            name = "num_clients" if is_all else "clients_per_round"
-            count = int(run.flags.get(name) or 0)
+            option = "num_clients" if is_all else "clients_per_round"
+            count = int(run.flags.get(option) or 0)
             if is_all and finished.UNSEEN in run.clients:
                 count -= int(run.clients[finished.UNSEEN][0].sum())
             groups.setdefault(count, []).append(name)

@@ -237,7 +237,7 @@ def made(
         odd = {} if why else _apart(found, metrics)
         lines = [why, *_of_apart(odd), others]
         apart += [f"{prefix}{line}" for line in lines if line]
-        is_ranked |= not why and len(here) > 1
+        is_ranked |= not why and sum(one is not None for one in found.values()) > 1
         for name in metrics:
             told = here or known
             how = derived.metric(name, told) if told else words.metric(name)

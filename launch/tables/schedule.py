@@ -43,7 +43,9 @@ class Schedule:
         # Earlier versions had no hashes of the clients' rows, nor of other files.
         kept = {one: every[one] for one in ("data", "own", "split") if one in every}
         hashes = kept | ({"split": every[split]} if split in every else {})
-        hashes |= {n: every[n] for n in ("files", "computed") if every.get(n)}
+        hashes |= {"files": every["files"]} if every.get("files") else {}
+        if every.get("computed"):  # nor of what own code computes, lately
+            hashes, kept = hashes | {"computed": every["computed"]}, hashes
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
         return trials.Trial("/".join(names) + label, given, *keys)
 

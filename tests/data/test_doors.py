@@ -520,8 +520,10 @@ def test_labels_in_another_order_than_their_table():
     assert rows.frame["y"].tolist() == Y[::-1].tolist()
     owner = pandas.Series(list("pq") * 6)
     doors.opened((X, label[::-1], owner[::-1]))
-    with pytest.raises(ValueError, match="client has the index of y in another order"):
-        doors.opened((X, label[::-1], owner))
+    elsewhere = TABLE[["a", "b"]].set_axis(range(20, 32), axis=0)
+    for x in (X, elsewhere):
+        with pytest.raises(ValueError, match="client has the index of y in another"):
+            doors.opened((x, label[::-1], owner))
 
 
 @pytest.mark.parametrize("index", [range(12), [*"abcdefghijkl"], [0, 1] * 6])
@@ -552,18 +554,24 @@ def test_columns_in_another_order_than_others():
     ):
         with pytest.raises(ValueError, match="has the index of a in another order"):
             doors.opened(given)
+    other = {"a": TABLE["a"].set_axis(range(20, 32)), "b": column}
+    other["label"] = TABLE["label"]
+    with pytest.raises(ValueError, match="label has the index of b in another order"):
+        doors.opened(other)
     for given in ({"a": TABLE["a"][:5], "label": Y}, ({"a": TABLE["a"][:5]}, Y)):
         with pytest.raises(ValueError, match="number of rows: .*; give one"):
             doors.opened(given)
 
 
-@pytest.mark.parametrize("names", [["red", "blue"], ["pixel0", "pixel1"], [0, 1]])
+@pytest.mark.parametrize(
+    "names", [["red", "blue"], ["red"], ["pixel0", "pixel1"], [0, 1], [0]]
+)
 def test_bytes_beside_labels(names):
     """Pixels where the names differ in a number alone, and else a table's columns."""
-    table = pandas.DataFrame(X.reshape(12, -1)[:, :2], columns=names)
+    table = pandas.DataFrame(X.reshape(12, -1)[:, : len(names)], columns=names)
     found = doors.joined(*doors.opened((table, Y), (table[names[::-1]], Y)))
     if names[0] == "red":
-        assert found.columns == ("red", "blue") and found.image.dtype == np.float32
+        assert found.columns == tuple(names) and found.image.dtype == np.float32
         np.testing.assert_array_equal(found.image[12:], table)
     else:
         assert found.columns is None and found.image.dtype == np.uint8
@@ -574,6 +582,8 @@ def test_owners_of_test_tables_by_another_name(name, is_owner):
     """A usual one, or the same in another case, that training has not."""
     train = TABLE.assign(Site=list("pq") * 6)
     test = TABLE[:3].assign(**{name: list("qpq")})
+    if name == "site":  # its own name wins
+        test = test.assign(client_id=list("ppp"))
     rows = doors.opened(train, test, owner="Site")
     found = doors.joined(*rows, owner="Site")
     assert found.owners == ("p", "q")
@@ -605,6 +615,42 @@ def test_columns_by_client(form):
     assert found.columns == ("a", "b") and found.owners == ("p", "q")
     assert found.client.tolist() == [1, 1, 0, 0, 0]
     np.testing.assert_array_equal(found.image[-1], [0, 3])
+
+
+def test_columns_by_client_beside_labels():
+    """Labels of the same rows in any order, and none in another."""
+    table = TABLE.sample(frac=1, random_state=0)
+    for other, is_same in ((table["label"], True), (table["label"][::-1], False)):
+        given = {"p": ({"a": table["a"]}, other), "q": ({"a": [1.5]}, [2])}
+        if is_same:
+            found = doors.joined(*doors.opened(given))
+            assert found.label.tolist() == [*table["label"], 2]
+        else:
+            with pytest.raises(ValueError, match="p: y has the index of the table in"):
+                doors.opened(given)
+
+
+def test_columns_by_client_that_lack_values():
+    """As one table that lacks them, with one row too."""
+    given = {"a": pandas.Series([None, 1], dtype="Int64"), "label": [0, 1]}
+    one = {"a": np.float32(2), "label": np.int64(1)}
+    with pytest.raises(ValueError, match="missing, of which a has 1"):
+        doors.joined(*doors.opened({"p": given, "q": one}))
+
+
+class HuggingFaceStream(Stream):
+    """A data set of Hugging Face whose rows are not counted."""
+
+    def with_format(self, kind):
+        return self
+
+
+def test_streams_of_hugging_face_are_refused():
+    """In one line, by client too."""
+    given = HuggingFaceStream()
+    for one in (given, {"train": given}, {"p": given, "q": given}):
+        with pytest.raises(ValueError, match="dataset"):
+            doors.joined(*doors.opened(one))
 
 
 def test_an_image_that_cannot_be_taken():
