@@ -578,21 +578,21 @@ def _in_turn(on_chunk: Callable[[Any], Any], parts: Any, *, is_summed: bool) -> 
         kept, given = on_chunk(part)
         return jax.tree.map(jnp.add, total, given), kept
 
-    def summed(parts: Any) -> tuple[Any, Any]:
-        total, kept = jax.lax.scan(step, zeros, parts)
-        return total, stacked.flat(kept)
-
-    def block(total: Any, parts: Any) -> tuple[Any, Any]:
-        given, kept = summed(parts)
-        return jax.tree.map(jnp.add, total, given), kept
+    def in_blocks(carry: tuple, part: Any) -> tuple[tuple, Any]:
+        """A long sum in sequence loses digits, which those of blocks do not."""
+        total, block, index = carry
+        block, kept = step(block, part)
+        is_full = (index + 1) % size == 0
+        done = jax.tree.map(lambda x: jnp.where(is_full, x, jnp.zeros_like(x)), block)
+        total = jax.tree.map(jnp.add, total, done)
+        block = jax.tree.map(lambda x: jnp.where(is_full, jnp.zeros_like(x), x), block)
+        return (total, block, index + 1), kept
 
     zeros = stacked.zeros(jax.eval_shape(on_chunk, stacked.at(parts, 0))[1])
     count = jax.tree.leaves(parts)[0].shape[0]
     if count <= MANY_CHUNKS:
-        total, kept = summed(parts)
-        return kept, total
-    # A long sum in sequence loses digits, which those of blocks and of these do not.
-    size = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
-    blocks = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[1:]), parts)
-    total, kept = jax.lax.scan(block, zeros, blocks)
-    return stacked.flat(kept), total
+        total, kept = jax.lax.scan(step, zeros, parts)
+        return stacked.flat(kept), total
+    size, first = math.isqrt(count), (zeros, zeros, jnp.int32(0))
+    (total, block, _), kept = jax.lax.scan(in_blocks, first, parts)
+    return stacked.flat(kept), jax.tree.map(jnp.add, total, block)

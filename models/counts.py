@@ -80,7 +80,7 @@ def _parts(
 def stages(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Stage, ...]:
     """The stages of a model for examples of a shape, such as (32, 32, 3).
 
-    Where stages are not all linen modules, none has a known output, nor costs.
+    Where flax does not see each stage's call, none has a known output, nor costs.
     """
     variables = shapes.variables(model, example_shape)
     found, count = _parts(model, variables, example_shape), sum(map(len, variables[0]))

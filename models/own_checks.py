@@ -68,13 +68,14 @@ def reads_another_row(model: types.Model, x: np.ndarray) -> bool:
     """Whether the last word of rows int[B, T] is taken for the one before it.
 
     So is an index behind the end of an array, which JAX clamps. A model that tells no
-    words apart is none of these.
+    words apart is none of these. A place has no larger words than the first row there.
     """
     params, stats = model.init(jax.random.key(0), x)
     variables, last = types.Variables(moved(params), stats), int(x.max())
+    most = x[:1] if model.takes == "labelled tokens" else np.full_like(x[:1], last)
 
     def of(word: int) -> np.ndarray:
-        out, _ = model.forward(*variables, np.full_like(x[:1], word))
+        out, _ = model.forward(*variables, np.minimum(most, word))
         return np.concatenate([np.ravel(one) for one in jax.tree.leaves(out)])
 
     before = of(last - 1)
@@ -207,7 +208,8 @@ def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> boo
     """Whether a narrower form has other places of a map where the model has channels.
 
     That is so where a map [H, W, C] or [T, C] is flattened: a leading slice of the next
-    kernel then holds some places instead of some channels. The narrower form's
+    kernel then holds some places instead of some channels. It is not seen where a place
+    has read all of the example. The narrower form's
     parameters, with zeros around them, read less of an example in the model than in the
     form. `narrow` has leading slices of `model`. `x` is a few normalised examples.
     """

@@ -384,7 +384,7 @@ def _expect_server(name: Any, kinds: Collection[str]) -> None:
 
     Those of exits are such names too.
     """
-    if re.fullmatch(r"global|exit\d+|ensemble", str(name)):
+    if re.fullmatch(r"global|(\w+_)?(exit\d+|ensemble)", str(name)):
         return
     metric = f"{name}_{next(iter(kinds))}"
     is_taken = metric_kinds.is_measured(metric) or metric == each_client.TRAINED

@@ -118,12 +118,12 @@ def _ask(
             f"{flag}: {model.name} gives nan for tokens up to {last}, which are in the "
             f"data; it needs an embedding of {last + 1} words, or as each place has"
         )
-    if model.takes != "numbers" and own_checks.reads_another_row(model, examples):
-        last = examples.max()
-        what = ", which stands for hidden ones," * (model.takes == "tokens")
+    clamps = model.takes != "numbers" and own_checks.reads_another_row(model, examples)
+    last = examples.max() if model.takes != "numbers" else 0
+    if clamps and model.takes == "tokens":
         raise ValueError(
-            f"{flag}: {model.name} reads word {last}{what} as word {last - 1}; its "
-            f"embedding needs {last + 1} words"
+            f"{flag}: {model.name} reads word {last}, which stands for hidden ones, as "
+            f"word {last - 1}; its embedding needs {last + 1} words"
         )
     is_map = len(shape) > 1 and model.takes == "numbers"
     if len(forms) > 1 and is_map and own_checks.flattens_maps(*forms, examples):
@@ -148,6 +148,8 @@ def _ask(
         )
     odd = {_STANDS_STILL: stands_still}
     odd[_IS_NORMALISED] = own_checks.sums_to_one(model, examples)
+    # Rare words may be one on purpose.
+    odd[f"reads token {last} as {last - 1}; one for each needs {last + 1}"] = clamps
     return tuple(words for words, is_so in odd.items() if is_so)
 
 

@@ -56,6 +56,7 @@ def command(argv: list[str]) -> None:
                 f"--work={given['work']}: --call times nearly empty rounds of its own "
                 "instead of a work; omit one of them"
             )
+        measure.check(given)
         work, only_json = given.pop("work", "w1"), given.pop("json", False)
         options_lib.check_one_of("work", work, works)
         is_compiled = bool(given.get("target"))

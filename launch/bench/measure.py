@@ -22,19 +22,19 @@ WORKS = cells.read(pathlib.Path(__file__).with_name("works.json"))["sheets"]["wo
 
 # What a bench decides itself, or would not do
 _NOT_TAKEN = ("eval_every", "workdir", "resume", "csv", "tensorboard", "wandb")
-_NOT_TAKEN += ("keep_best",)
+_NOT_TAKEN += ("keep_best", "checkpoint_every", "summary", "early_stop")
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuses (ValueError) options that have no effect on what a bench times."""
+    if odd := [name for name in _NOT_TAKEN if given.get(name)]:
+        raise ValueError(
+            f"--{odd[0]}: a bench decides when it evaluates, and keeps nothing; omit it"
+        )
 
 
 def options_of(work: str, rounds: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a work with its data, evaluated once; `given` ones win.
-
-    Raises ValueError for those that have no effect here.
-    """
-    if odd := [name for name in _NOT_TAKEN if given.get(name)]:
-        raise ValueError(
-            f"--{odd[0]}: a bench evaluates after its last round alone, and keeps "
-            "nothing; omit it"
-        )
+    """The options of a work with its data, evaluated once; `given` ones win."""
     part = cells.merged("works", WORKS["common"], WORKS["values"][work])
     if "data" in part and "dataset" not in given:
         given = {**given, "dataset": examples.lognormal(**part["data"])}

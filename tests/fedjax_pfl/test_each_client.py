@@ -163,13 +163,14 @@ def test_sums_while_chunks_run_equal_the_stacked_mean(name, levels, weight, give
     np.testing.assert_allclose(total["a"], expected, rtol=0, atol=1e-6)
 
 
-def test_a_sum_of_many_chunks_keeps_its_digits():
-    """The mean of 6,000 equal rows is the row; in sequence 2e-5 of it would be lost."""
+@pytest.mark.parametrize("count", [6000, 5987])  # the second is prime
+def test_a_sum_of_many_chunks_keeps_its_digits(count):
+    """The mean of equal rows is the row; in sequence 2e-5 of it would be lost."""
 
     def fn(row, shared, bound, _):
         return row, jnp.full(3, 0.7)
 
-    row, count = jnp.arange(6000), 6000
+    row = jnp.arange(count)
     run = jax.jit(each_client.over_clients([fn], types.Execution(1)))
     kept, total = run(row, (), row * 0, None, jnp.full(count, 1 / count, jnp.float32))
     np.testing.assert_array_equal(kept, row)

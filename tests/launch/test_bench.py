@@ -31,12 +31,13 @@ def test_bench_prints_one_json_object_last(blobs, capsys):
     assert out["backend"] == "cpu"
 
 
+@pytest.mark.parametrize("of", ["--work=w3", "--call"])
 @pytest.mark.parametrize("name", ["--eval_every=1", "--workdir=here", "--csv"])
-def test_what_a_bench_does_not_do(capsys, name):
+def test_what_a_bench_does_not_do(capsys, of, name):
     """Files and evaluations; one line, and nothing is measured."""
     with pytest.raises(SystemExit):
-        bench.command(["bench", "--work=w3", name])
-    line = name.partition("=")[0] + ": a bench evaluates after its last round alone"
+        bench.command(["bench", of, name])
+    line = name.partition("=")[0] + ": a bench decides when it evaluates, and keeps"
     assert line in capsys.readouterr().err
 
 
