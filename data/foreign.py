@@ -48,10 +48,10 @@ def as_columns(given: Any) -> Any:
         for name, value in (as_is[0] if len(as_is) else {}).items():
             is_array = np.ndim(plain(value)) and not is_image(value)
             out[name] = (fast if is_array else as_is)[name][:]
-            if is_array and _type_of(kinds.get(name)) == "uint8":
-                # Of rows that differ in shape they are objects, and refused later.
-                is_one = out[name].dtype.kind == "i"
-                out[name] = out[name].astype(np.uint8) if is_one else out[name]
+            # Rows that differ in shape are objects, which are refused later.
+            is_whole = is_array and out[name].dtype.kind == "i"
+            if is_whole and _type_of(kinds.get(name)) == "uint8":
+                out[name] = out[name].astype(np.uint8)
         return out
     if hasattr(given, "get_columns") and hasattr(given, "to_dict"):  # polars
         return {one.name: one.to_numpy() for one in given.get_columns()}
@@ -184,11 +184,7 @@ def as_frame(given: Any) -> pandas.DataFrame | None:
     if not is_table or isinstance(given, Mapping) or hasattr(given, "with_format"):
         return None
     columns = as_columns(given)
-    if columns is None or is_frame(columns):
-        return columns
-    import pandas  # takes long to import
-
-    return pandas.DataFrame(columns)
+    return columns if columns is None or is_frame(columns) else table(columns)
 
 
 def is_hugging_face(given: Any) -> bool:

@@ -83,8 +83,8 @@ def stages(model: types.Model, example_shape: tuple[int, ...]) -> tuple[Stage, .
     Where flax does not see each stage's call, none has a known output, nor costs.
     """
     variables = shapes.variables(model, example_shape)
-    found, count = _parts(model, variables, example_shape), sum(map(len, variables[0]))
-    parts, out = iter(found if len(found) == count else [((), 0)] * count), []
+    every, count = _parts(model, variables, example_shape), sum(map(len, variables[0]))
+    parts, out = iter(every if len(every) == count else [((), 0)] * count), []
     for name, params, stats in zip(model.stage_names, *variables, strict=True):
         found, macs = zip(*(next(parts) for _ in params), strict=True)
         # An exit follows the trunk, and a stem comes before it.

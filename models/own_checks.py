@@ -208,10 +208,10 @@ def flattens_maps(model: types.Model, narrow: types.Model, x: np.ndarray) -> boo
     """Whether a narrower form has other places of a map where the model has channels.
 
     That is so where a map [H, W, C] or [T, C] is flattened: a leading slice of the next
-    kernel then holds some places instead of some channels. It is not seen where a place
-    has read all of the example. The narrower form's
+    kernel then holds some places instead of some channels. The narrower form's
     parameters, with zeros around them, read less of an example in the model than in the
-    form. `narrow` has leading slices of `model`. `x` is a few normalised examples.
+    form, unless a place has read all of it. `narrow` has leading slices of `model`. `x`
+    is a few normalised examples.
     """
 
     def read(one: types.Model, variables: types.Variables) -> jax.Array:

@@ -112,20 +112,20 @@ def _ask(
     Equal modules may refer to objects that have changed, and then differ in `digest`.
     """
     model, examples = forms[0], np.frombuffer(buffer, dtype).reshape(-1, *shape)
-    if model.takes != "numbers" and own_checks.gives_nan(model, examples):
-        last = examples.max()  # of a text the word that stands for hidden ones
+    of_words = model.takes != "numbers"
+    last = examples.max() if of_words else 0  # of a text the word for hidden ones
+    if of_words and own_checks.gives_nan(model, examples):
         raise ValueError(
             f"{flag}: {model.name} gives nan for tokens up to {last}, which are in the "
             f"data; it needs an embedding of {last + 1} words, or as each place has"
         )
-    clamps = model.takes != "numbers" and own_checks.reads_another_row(model, examples)
-    last = examples.max() if model.takes != "numbers" else 0
+    clamps = of_words and own_checks.reads_another_row(model, examples)
     if clamps and model.takes == "tokens":
         raise ValueError(
             f"{flag}: {model.name} reads word {last}, which stands for hidden ones, as "
             f"word {last - 1}; its embedding needs {last + 1} words"
         )
-    is_map = len(shape) > 1 and model.takes == "numbers"
+    is_map = len(shape) > 1 and not of_words
     if len(forms) > 1 and is_map and own_checks.flattens_maps(*forms, examples):
         raise ValueError(
             f"{flag}: {model.name} flattens a map, so that no narrower form is a slice "

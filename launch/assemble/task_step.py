@@ -102,8 +102,8 @@ def _check_levels(
         if has[-1] < top:
             reason = (
                 f"level {top} are unseen, and no client trains its part; give fewer, "
+                f"another --partition_seed, or --max_level={has[-1]}"
             )
-            reason += f"another --partition_seed, or --max_level={has[-1]}"
         elif (missing := levels.between(has)) and teaches:
             reason = f"level {missing} are unseen, of which the level below would "
             reason += "learn; give fewer, or another --partition_seed, or omit "

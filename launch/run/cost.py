@@ -249,9 +249,9 @@ def estimate(run: Run) -> dict[str, Any]:
     clients = run.task.execution.chunk * len(run.simulation.calls[0].variants)
     batch_size = _largest_batch(run)
     worst = max(plans.values(), key=lambda plan: plan.needed_bytes)
-    waiting = functools.partial(memory.waiting_bytes, run.simulation)
+    where = run.simulation, run.task.execution
     needed = (
-        plan.needed_bytes + waiting(run.task.execution, name)
+        plan.needed_bytes + memory.waiting_bytes(*where, name)
         for name, plan in plans.items()
     )
     chip, rounds = target.chip(run.target), plans["rounds"]

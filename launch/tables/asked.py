@@ -10,6 +10,7 @@ from data import files
 from fedjax_pfl import json_text, metric_kinds
 from launch import compare
 from launch.config import algorithm_file, registry, schema
+from launch.experiment import Experiment
 from launch.run import summaries
 from launch.show import derived
 from launch.tables import cells, trials, tuning
@@ -274,12 +275,21 @@ class Asked:
                 "split": one.split_sha256,
                 "tuned": trials.split_sha256(one),
                 "files": trials.files_sha256(one),
-                "computed": trials.computed_sha256(one, compared.options[base], known),
+                "computed": self._computed(base, one, compared.options[base]),
             }
             for base, one in compared.items()
-            for known in [("algo",) if base in self._files else ()]
         }
         return _Setting(dict(compared.options), tuned, hashes, notes, runs)
+
+    def _computed(self, base: str, run: Experiment, options: Mapping[str, Any]) -> str:
+        """The hash of what code given in Python computes, "" where there is none.
+
+        Two functions of the same text may hold other values. Data and an algorithm's
+        file have hashes of their own.
+        """
+        but = {"dataset", "test", "val", *(["algo"] if base in self._files else [])}
+        others = {name: one for name, one in options.items() if name not in but}
+        return run.computed_sha256 * trials.is_of_python(trials.as_json(others))
 
 
 def slug(name: str) -> str:

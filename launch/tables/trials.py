@@ -65,19 +65,6 @@ def files_sha256(run: Experiment) -> str:
     return hashlib.sha256(both.encode()).hexdigest()
 
 
-def computed_sha256(
-    run: Experiment, options: Mapping[str, Any], known: Collection[str]
-) -> str:
-    """The hash of what code given in Python computes, "" where there is none.
-
-    Two functions of the same text may hold other values. The options `known`, and data,
-    have hashes of their own.
-    """
-    but = {"dataset", "test", "val", *known}
-    others = {name: one for name, one in options.items() if name not in but}
-    return run.computed_sha256 if is_of_python(as_json(others)) else ""
-
-
 _WRITES = {"csv", "keep_best", "tensorboard", "wandb"}  # more files
 
 
