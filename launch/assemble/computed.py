@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -24,13 +23,11 @@ import fedjax_pfl
 import models
 from data import files, plan
 from fedjax_pfl import (
-    each_client,
     evaluate,
     execution,
     fingerprint,
     levels,
     measures,
-    metric_kinds,
     optimizer,
     options,
     scores,
@@ -38,6 +35,7 @@ from fedjax_pfl import (
     types,
 )
 from fedjax_pfl import program as program_lib
+from launch.assemble import returned
 from launch.assemble.given import Settings
 
 _ROWS = 8  # of a batch of an evaluation that is traced
@@ -165,17 +163,15 @@ def of_algorithm(
     task = task._replace(execution=how, num_residents=0)
     structure, floats = options.split_floats(hparams)
 
-    metrics: set[str] = set()
-    servers: set[str] = set()
     kinds = ("perplexity", "masked_perplexity")
     kinds = kinds if data.num_words else ("accuracy", "loss")
+    check = returned.Check(floats, kinds)
 
     def method_of(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
         given = dataclasses.replace(structure, **values)
-        made = program_lib.made(make, given, task)
-        return given, _watched(made, floats, metrics, servers, kinds)
+        return given, check.of(program_lib.made(make, given, task))
 
-    _, method = method_of(floats)
+    method = program_lib.made(make, hparams, task)
     planner = planner_of(method, how)
     tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
     kind = scores.Words() if data.num_words else scores.Classes()
@@ -225,185 +221,6 @@ def of_algorithm(
             given = state, planner.drawn(0, 1), tables, members
             parts.append(traced(adapted, *given))
     return _joined(parts)
-
-
-def _watched(
-    method: types.Algorithm,
-    floats: Collection[str],
-    metrics: set[str],
-    servers: set[str],
-    kinds: Collection[str],
-) -> types.Algorithm:
-    """The same algorithm, whose functions say what they return in place of theirs.
-
-    The names of its rounds' `metrics` and of its `servers` are added to the sets. An
-    evaluation measures `kinds` of each server's model.
-    """
-
-    def no_name_twice() -> None:
-        """Refuses (ValueError) a round's metric with the name of a server's model's."""
-        of_servers = {f"{name}_{kind}" for name in servers for kind in kinds}
-        of_servers |= {metric_kinds.VALIDATION + name for name in of_servers}
-        if both := metrics & of_servers:
-            raise ValueError(
-                f"algo: its round returned the metric {min(both)}, which is what an "
-                "evaluation of its server's model gives; give it another name"
-            )
-
-    def init(*given: Any) -> Any:
-        state = method.init(*given)
-        _expect("init", state, isinstance(state, types.RoundState), "a RoundState")
-        return state
-
-    def round(state: Any, *given: Any) -> Any:
-        out = method.round(state, *given)
-        is_right = _is_of(out, types.RoundState, Mapping, Mapping)
-        wanted = "(RoundState, {metric: (sum, count)}, {message: count})"
-        _expect("round", out, is_right, wanted)
-        for name, pair in out[1].items():
-            _expect_metric(name, pair, floats)
-        metrics.update(out[1])
-        no_name_twice()
-        for name in ("server", "clients"):
-            before, after = (getattr(one, name) for one in (state, out[0]))
-            was, now = _form(before), _form(after)
-            if was != now:
-                places = [k for k in {**was, **now} if was.get(k) != now.get(k)]
-                kinds = [one.get(places[0], "nothing") for one in (was, now)]
-                raise ValueError(
-                    f"algo: its round changes the form of state.{name}{places[0]}: "
-                    f"{kinds[0]} before it, {kinds[1]} after it; keep one form"
-                )
-            if jax.tree.structure(before) != jax.tree.structure(after):
-                raise ValueError(
-                    f"algo: its round changes the kinds of containers in state.{name}; "
-                    "keep them"
-                )
-        return out
-
-    def server(*given: Any) -> Any:
-        out = method.server(*given)
-        is_right = isinstance(out, Mapping) and len(out) > 0
-        is_right = is_right and all(
-            _is_of(one, types.Model, types.Variables) for one in out.values()
-        )
-        _expect("server", out, is_right, "{name: (model, Variables)}")
-        for name in out:
-            _expect_server(name, kinds)
-        servers.update(out)
-        no_name_twice()
-        return out
-
-    def served(name: str) -> Callable[..., tuple[types.Serving, ...]]:
-        def groups(*given: Any) -> tuple[types.Serving, ...]:
-            out = getattr(method, name)(*given)
-            is_right = isinstance(out, (tuple, list)) and len(out) > 0
-            is_right = is_right and all(isinstance(x, types.Serving) for x in out)
-            _expect(name, out, is_right, "a tuple of Serving")
-            return tuple(one.replace(build=made_by(name, one)) for one in out)
-
-        return groups
-
-    def made_by(name: str, group: types.Serving) -> Callable[[Any, Any], Any] | None:
-        """The group's `build`, which says what it returns; None if it has none."""
-        if group.own is None or group.build is None:
-            served = group.shared if group.own is None else group.own
-            is_right = isinstance(served, types.Variables)
-            _expect(f"{name}'s model", served, is_right, "Variables")
-            return group.build
-
-        def build(shared: Any, row: Any) -> types.Variables:
-            out = group.build(shared, row)
-            is_right = isinstance(out, types.Variables)
-            _expect(f"{name}'s build", out, is_right, "Variables")
-            return out
-
-        return build
-
-    @functools.wraps(method.adapt or init)
-    def adapt(*given: Any) -> each_client.Trained:
-        out = method.adapt(*given)
-        _expect("adapt", out, isinstance(out, each_client.Trained), "what train gives")
-        return out
-
-    watched = {"server": server, "adapt": adapt}
-    watched |= {name: served(name) for name in ("serving", "trained")}
-    has = {name: fn for name, fn in watched.items() if getattr(method, name)}
-    return method._replace(init=init, round=round, **has)
-
-
-def _is_of(value: Any, *kinds: type) -> bool:
-    """Whether it is a tuple or a list of such things."""
-    is_tuple = isinstance(value, (tuple, list)) and len(value) == len(kinds)
-    return is_tuple and all(map(isinstance, value, kinds))
-
-
-def _expect(name: str, value: Any, is_right: bool, wanted: str) -> None:
-    """Refuses (ValueError) what a function of an algorithm returned."""
-    if not is_right:
-        kinds = [type(value)]
-        if type(value) is tuple:
-            kinds = list(map(type, value))
-        elif isinstance(value, Mapping):
-            kinds = list(map(type, value.values()))
-        given = ", ".join(kind.__name__ for kind in kinds) or "nothing"
-        form = {tuple: "({})", dict: "a dict of {}"}.get(type(value), "a {}")
-        raise ValueError(
-            f"algo: its {name} returned {form.format(given)}, expected {wanted}"
-        )
-
-
-def _expect_metric(name: Any, value: Any, floats: Collection[str]) -> None:
-    """Refuses (ValueError) what is no metric of a round, or has another's name.
-
-    Records of a sweep have its points under the names of the algorithm's `floats`.
-    """
-    shapes = [
-        list(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(lambda: value))
-    ]
-    is_pair = isinstance(name, str) and _is_of(value, object, object)
-    if not is_pair or shapes != [[], []]:
-        raise ValueError(
-            f"algo: its round returned the metric {name!r} of shapes {shapes}, and a "
-            "pair of scalars (sum, count) by name is expected"
-        )
-    if metric_kinds.is_measured(name):
-        raise ValueError(
-            f"algo: its round returned the metric {name}, which is the name of what an "
-            "evaluation or a record has; give it another"
-        )
-    if name in floats:
-        raise ValueError(
-            f"algo: its round returned the metric {name}, which is the name of its "
-            "option, by which records of a sweep are told apart; give it another"
-        )
-
-
-def _expect_server(name: Any, kinds: Collection[str]) -> None:
-    """Refuses (ValueError) a model's name whose metrics an evaluation gives to others.
-
-    Those of exits are such names too.
-    """
-    if re.fullmatch(r"global|(\w+_)?(exit\d+|ensemble)", str(name)):
-        return
-    metric = f"{name}_{next(iter(kinds))}"
-    is_taken = metric_kinds.is_measured(metric) or metric == each_client.TRAINED
-    if is_taken or metric.startswith(metric_kinds.VALIDATION):
-        raise ValueError(
-            f"algo: its server returned the model {name!r}, whose metric {metric} is "
-            "the name of what an evaluation has otherwise; call it global, or give it "
-            "another name"
-        )
-
-
-def _form(tree: Any) -> dict[str, str]:
-    """Shapes and dtypes by their path in a tree."""
-    # A number of Python becomes an array.
-    leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(lambda: tree))
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype} {list(leaf.shape)}"
-        for path, leaf in leaves
-    }
 
 
 def sha256(parts: Mapping[str, str]) -> str:
