@@ -224,22 +224,15 @@ def of_clients(
     out: dict[str, Any] = {}
     scored = jnp.zeros(0, jnp.int32)
     if scoring.num_scored:
-        scored, client = places, ids
-        if scoring.scored == "selected":
-            client = jnp.where(cohort.row_mask, cohort.client_id, num_clients)
-            slot_of = jnp.full(num_clients, num_rows, jnp.int32)
-            slot_of = slot_of.at[ids].set(places, mode="drop")
-            scored = jnp.take(slot_of, client, mode="fill", fill_value=num_rows)
-        hit = jnp.take(is_sampled, scored, mode="fill", fill_value=False)
-        scored = jnp.where(hit, scored, num_rows)
-        out["scored"] = jnp.where(hit, client, num_clients)
+        chosen = cohort if scoring.scored == "selected" else None
+        scored, out["scored"] = _scored(chosen, ids, places, is_sampled, num_clients)
 
     def rights(group: types.Serving, entry_of: jax.Array, scored: jax.Array):
         """int32[S]: the right answers of scored clients' models on the union."""
         rows, end = scored, group.mask.shape[0]
         if is_split := how.shares_rows and group.is_by_row:
             is_scored = jnp.zeros(num_rows, bool).at[scored].set(True, mode="drop")
-            rows = _by_device(is_scored, how.num_devices, len(scored))
+            rows = _places(is_scored, group, how, len(scored))
         entries = entry_of[rows]
         counts = jnp.where(entries < end, (test.row >= 0).sum(), 0)
         starts = exchange.behind(jnp.zeros_like(counts), peers)
@@ -266,10 +259,7 @@ def of_clients(
                 shared.append(measured)
                 continue
             size = min(scoring.num_sampled or num_rows, end)
-            if how.shares_rows and group.is_by_row:
-                rows = _by_device(measured, how.num_devices, size)
-            else:
-                (rows,) = jnp.nonzero(measured, size=size, fill_value=num_rows)
+            rows = _places(measured, group, how, size)
             # One past the end for clients without an entry, and for slot R, the padding
             entry_of = jnp.append(jnp.where(serves, number - 1, end), end)
             starts = jnp.take(start, rows, mode="clip")
@@ -375,13 +365,40 @@ def _of_peers(algorithm: types.Algorithm, groups: tuple[types.Serving, ...]) -> 
     return [one.own for one in groups if algorithm.peers and not one.is_by_row]
 
 
-def _by_device(is_wanted: jax.Array, devices: int, size: int) -> jax.Array:
-    """int32[A]: the wanted of bool[R] rows, grouped by device.
+def _scored(
+    cohort: types.Cohort | None,
+    ids: jax.Array,
+    places: jax.Array,
+    is_sampled: jax.Array,
+    num_clients: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(int32[S] private rows, int32[S] ids) of the scored clients, R and K = none.
 
-    Each device has as many places, at most `size`. Its wanted rows come first, and R
-    fills the other places.
+    They are the clients of the cohort, or those `ids` int32[R] of all rows without one,
+    as far as they are in the sample, bool[R]. `places` is 0 to R - 1.
     """
-    num_rows = is_wanted.shape[0]
+    num_rows = ids.shape[0]
+    rows, client = places, ids
+    if cohort is not None:
+        client = jnp.where(cohort.row_mask, cohort.client_id, num_clients)
+        row_of = jnp.full(num_clients, num_rows, jnp.int32)
+        row_of = row_of.at[ids].set(places, mode="drop")
+        rows = jnp.take(row_of, client, mode="fill", fill_value=num_rows)
+    hit = jnp.take(is_sampled, rows, mode="fill", fill_value=False)
+    return jnp.where(hit, rows, num_rows), jnp.where(hit, client, num_clients)
+
+
+def _places(
+    is_wanted: jax.Array, group: types.Serving, how: execution.Execution, size: int
+) -> jax.Array:
+    """int32[A]: the wanted of bool[R] rows, at most `size`, R where there is none.
+
+    Where devices share the group's rows out, each has as many places, at most `size`,
+    of which its wanted rows come first.
+    """
+    num_rows, devices = is_wanted.shape[0], how.num_devices
+    if not (how.shares_rows and group.is_by_row):
+        return jnp.nonzero(is_wanted, size=size, fill_value=num_rows)[0]
     by_device = is_wanted.reshape(devices, -1)
     place = jnp.argsort(~by_device, axis=1, stable=True)[:, :size]
     slot = place + num_rows // devices * jnp.arange(devices)[:, None]
