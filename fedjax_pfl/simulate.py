@@ -260,16 +260,15 @@ class Simulation:
 
         The devices continue while the host reads and records the present evaluation.
         The present state is gone, and `round` is its round until `advance` has been
-        called. Nothing is launched where that is not possible or gains little, as on a
-        GPU, where no evaluation is dispatched ahead (`Evaluations.goes_ahead`).
+        called. Nothing is launched where that is not possible or gains little: where no
+        evaluation is dispatched ahead (`Evaluations.goes_ahead`), as on several devices
+        of a CPU, which in two programs at once may wait for one another for ever, and
+        with several processes, which may not agree when to.
         """
-        how, (call, *others), window = self.execution, self.calls, self._window
-        # Several devices of a CPU may wait for one another for ever in two programs at
-        # once, and several processes may not agree when to.
-        alone = how.num_devices == 1 or how.platform != "cpu"
-        alone = alone and not others and jax.process_count() == 1
+        (call, *others), window = self.calls, self._window
+        is_alone = not others and jax.process_count() == 1
         waits = call.evaluated is not None and not self.rows.needs_start
-        if alone and waits and window.first <= self.round < window.end:
+        if is_alone and waits and window.first <= self.round < window.end:
             until = self._until(self.round, stop, window)
             if (until - self.round) * self._round_seconds <= LAUNCHED_SECONDS:
                 self._launch(0, window, until)
