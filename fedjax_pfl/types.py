@@ -1,11 +1,14 @@
 """The types that the engine, the algorithms, the models and the data share.
 
-Dimension letters used in all docstrings:
+Dimension letters of all docstrings, others are said where they are used:
 
-    K clients           C rows of a cohort (padded)   S local steps    B batch
-    N rows of a table   P proxy rows                  L stages         Y classes
+    K clients           C rows of a cohort (padded)   B batch
+    N rows of a table   L stages                      Y classes
     M served models     U rows of the union of all clients' test rows
-    D embedding width
+    P proxy rows, or the peers of a client
+    D devices, or the width of an embedding
+    T tokens of a text, or the rounds of a window
+    R private rows on the devices, or the positions of a plan
 
 Parameters are a tuple with one pytree per stage, in forward order, so that a boundary
 between layers is an index. Statistics (running means and the like) are a tuple of the
