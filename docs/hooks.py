@@ -172,8 +172,7 @@ def traffic(name: str) -> str:
         except ValueError:  # this model does not do, or a teacher's file is needed
             continue
         task, algorithm = made.task, made.program.algorithm
-        first_seed = jax.tree.map(lambda table: table[0], made.data.partition)
-        data = made.data.replace(partition=first_seed)
+        data = made.data.of_seed(0)
         rows = jax.eval_shape(algorithm.init, data, jax.random.key(0)).clients
         kept = sum(row.size * row.dtype.itemsize for row in jax.tree.leaves(rows))
         size = shapes.model_bytes(task.model, task.example_shape)

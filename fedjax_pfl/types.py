@@ -298,6 +298,10 @@ class Data:
     num_words: int = struct.field(pytree_node=False, default=0)
     masked_loss: str = struct.field(pytree_node=False, default="all")
 
+    def of_seed(self, index: int) -> Data:
+        """The same with the partition of one seed, where leaves have those of all."""
+        return self.replace(partition=stacked.at(self.partition, index))
+
     def gather(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Normalised images f32[..., *example_shape] and labels int32[...].
 

@@ -173,7 +173,7 @@ def of_algorithm(
 
     method = program_lib.made(make, hparams, task)
     planner = planner_of(method, how)
-    tables = data.replace(partition=jax.tree.map(lambda x: x[0], data.partition))
+    tables = data.of_seed(0)
     kind = scores.Words() if data.num_words else scores.Classes()
     scoring = evaluate.Scoring(batch_size=_ROWS, own_batch_size=_ROWS, score=kind)
     ids = np.arange(task.num_clients)

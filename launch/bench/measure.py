@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import execution, shapes, types
+from fedjax_pfl import execution, shapes, stacked, types
 from launch import build
 from launch.machine import devices
 from launch.run import narrow
@@ -133,10 +133,9 @@ def _mixing(experiment: build.Experiment) -> float | None:
 
     @jax.jit
     def mixed(state, cohort, data):
-        partition = jax.tree.map(lambda leaf: leaf[0], data.partition)
-        state = jax.tree.map(lambda leaf: leaf[0], state)
+        state = stacked.at(state, 0)
         with execution.over_devices(experiment.task.execution):
-            given = state, cohort, data.replace(partition=partition)
+            given = state, cohort, data.of_seed(0)
             return [one.own for one in algorithm.serving(*given)]
 
     taken = []

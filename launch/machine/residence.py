@@ -128,7 +128,7 @@ def check_serving(
     method = make(task._replace(num_residents=num_rows, execution=types.Execution()))
     if method.serving is None:
         return
-    data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
+    data = data.of_seed(0)
     state = jax.eval_shape(method.init, data, jax.eval_shape(jax.random.key, 0))
     for group in jax.eval_shape(method.serving, state, cohort, data):
         count = jax.tree.leaves(group.own)[0].shape[0] if group.is_by_row else num_rows
@@ -157,9 +157,8 @@ def bytes_to_share(
         return 0
     # With more rows than clients, no other array has as many entries as there are rows.
     task = task._replace(num_residents=task.num_clients + 1)
-    data = data.replace(partition=jax.tree.map(lambda leaf: leaf[0], data.partition))
     first = functools.partial(program_lib.first_state, make(task), hparams, task)
-    state = jax.eval_shape(first, data, jax.eval_shape(jax.random.key, 0))
+    state = jax.eval_shape(first, data.of_seed(0), jax.eval_shape(jax.random.key, 0))
     kept = jax.tree.leaves(state.private)
     is_by_row = all(leaf.shape[:1] == (task.num_rows,) for leaf in kept)
     if _has_keys(kept) or not is_by_row:

@@ -117,8 +117,7 @@ def test_one_step_at_chosen_positions():
     made = build.experiment(**given, masked_loss="chosen")
     made.start()
     state = jax.tree.map(lambda leaf: leaf[0], made.state)
-    partition = jax.tree.map(lambda leaf: leaf[0], made.data.partition)
-    data, model = made.data.replace(partition=partition), made.task.model
+    data, model = made.data.of_seed(0), made.task.model
 
     def summed(batch):
         def total(params):
