@@ -43,14 +43,7 @@ def joined(
         pair = one if is_empty else _pair(one)
         if pair is None:
             if held is given and all(map(_is_of_client, held.values())):
-                got = f"a {type(one).__name__}"
-                if isinstance(one, (tuple, list)):
-                    got += f" of {' and '.join(f'{list(np.shape(x))}' for x in one)}"
-                raise ValueError(
-                    f"{where}: {labels.limited(str(name))}: got {got}; expected the "
-                    'arrays (x, y) or {"x": x, "y": y}, x [N, ...] and y [N] (of '
-                    "one-hot ones y.argmax(1))"
-                )
+                raise ValueError(f"{where}: {labels.limited(str(name))}: {_odd(one)}")
             return None
         parts[name] = pair
     some = [pair for pair in parts.values() if pair]
@@ -63,7 +56,32 @@ def joined(
             f"{where}: got a list of {len(parts)} pairs (x, y), as of clients; give "
             "{name: (x, y), ...}, or one (x, y, client)"
         )
+    _check_alike(parts, where)
+    x = np.concatenate([x for x, _ in parts.values() if len(x)] or [none[0]])
+    y = np.concatenate(
+        arrays.alike(*(y for _, y in parts.values() if len(y))) or [none[1]]
+    )
+    client, notes = _named_rows({n: len(one[1]) for n, one in parts.items()}, where)
+    return Rows((x, y, client), notes=notes)
+
+
+def _odd(one: Any) -> str:
+    """What came for a client in the place of arrays, and what is expected."""
+    got = f"a {type(one).__name__}"
+    if isinstance(one, (tuple, list)):
+        got += f" of {' and '.join(f'{list(np.shape(x))}' for x in one)}"
+    return (
+        f'got {got}; expected the arrays (x, y) or {{"x": x, "y": y}}, x [N, ...] and '
+        "y [N] (of one-hot ones y.argmax(1))"
+    )
+
+
+def _check_alike(
+    parts: Mapping[Any, tuple[np.ndarray, np.ndarray]], where: str
+) -> None:
+    """Raises ValueError if clients differ in the shape or in the type of examples."""
     first = next((x.shape[1:] for x, _ in parts.values() if len(x)), ())
+    kinds: dict[str, str] = {}
     for name, (x, y) in parts.items():
         if len(x) != len(y) or (len(x) and x.shape[1:] != first):
             raise ValueError(
@@ -71,8 +89,6 @@ def joined(
                 f"{list(x.shape)} and y {list(y.shape)}; expected x [N, "
                 f"{str([*first])[1:]} and y [N]"
             )
-    kinds: dict[str, str] = {}
-    for name, (x, _) in parts.items():
         if len(x):
             # Bytes are pixels, which other numbers beside them would hide.
             is_number = x.dtype != np.uint8 and x.dtype.kind in "iuf"
@@ -82,12 +98,6 @@ def joined(
             f"{where}: clients differ in the type of x, "
             f"{' and '.join(kinds.values())}; give all one"
         )
-    x = np.concatenate([x for x, _ in parts.values() if len(x)] or [none[0]])
-    y = np.concatenate(
-        arrays.alike(*(y for _, y in parts.values() if len(y))) or [none[1]]
-    )
-    client, notes = _named_rows({n: len(one[1]) for n, one in parts.items()}, where)
-    return Rows((x, y, client), notes=notes)
 
 
 def _named_rows(

@@ -189,7 +189,7 @@ class Table:
         teachers = {one.get("options", {}).get("teacher") for one in every}
         in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
         taken: list[float] = []
-        read: list[str] = []  # the commits of the cells that are read
+        read: list[str] = []  # the commits of the cells that are read, "" = unknown
         for number, cell in enumerate(in_turn, start=1):
             folder, options = self.folder(cell), cell.options | self.seeds
             teacher, taught = by_place.get(cell.teacher), {}
@@ -200,7 +200,7 @@ class Table:
             if found and not curves.has_wanted(found, self.sheet):
                 found = None  # of a table that needed other curves
             if found:
-                read.append(found.get("git_commit", "")[:8] or "an unknown one")
+                read.append(found.get("git_commit", "")[:8])
             if found is None and is_dry:
                 found = stored(folder, options | taught)
                 found = found and found | {"clients": clients(folder)}
@@ -227,7 +227,8 @@ class Table:
             if cell is in_turn[-1] and read and processes.is_first():
                 line = f"note: {len(read)} of {len(in_turn)} cells are of runs before, "
                 line += f"read from --cells={self.asked.cells}, at "
-                line += f"commits {labels.listed(sorted({*read}))}"
+                commits = sorted({*read} - {""}) + ["an unknown one"] * ("" in read)
+                line += f"commits {labels.listed(commits)}"
                 print(line, file=sys.stderr, flush=True)
             if is_new or cell is in_turn[-1]:
                 yield

@@ -101,11 +101,17 @@ def sheet(
         notes.append(f"With `{options}`.")
     if dataset in table["notes"]:
         notes.append(table["notes"][dataset])
+    notes += _equal(of_value) + _without_effect(table.get("ablated", {}), results)
+    return sheets.Sheet(table["title"], notes, grids)
+
+
+def _equal(of_value: Mapping[str, Mapping[str, Done | None]]) -> list[str]:
+    """Lines about rows of a scenario that ended with the same parameters."""
+    lines = []
     for value, runs in of_value.items():
         hashes = {row: (runs[row] or {}).get("parameters_sha256") for row in runs}
-        notes += [f"note: {value}: {one}." for one in words.equal_parameters(hashes)]
-    notes += _without_effect(table.get("ablated", {}), results)
-    return sheets.Sheet(table["title"], notes, grids)
+        lines += [f"note: {value}: {one}." for one in words.equal_parameters(hashes)]
+    return lines
 
 
 def _text(done: Done, metric: str, number: Number, digits: int | None) -> str:
