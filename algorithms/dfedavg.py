@@ -62,15 +62,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         ValueError: there is no such stage or graph, or nothing is shared.
     """
     model = task.client_model
-    cut = boundary.first_personal(hparams.personal_from, model, task.example_shape)
-    if not cut:
-        cure = "a later one, or --algo=local"
-        if len(model.stage_names) == 1:
-            cure = boundary.SEVERAL_STAGES
-        raise ValueError(
-            f"--personal_from={hparams.personal_from} is the first stage of --model="
-            f"{model.name}: nothing would be shared; take {cure}"
-        )
+    cut = boundary.some_shared(hparams.personal_from, model, task.example_shape)
     loss_fn = fp.cross_entropy_loss(model)
     kind = fp.MessageKind(
         "whole model" if cut == len(model.stage_names) else "extractor",

@@ -92,8 +92,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """FedPer and FedRep as pure functions.
 
     Raises:
-        ValueError: there is no such boundary, or nothing is personal, or no epoch is
-            left for the shared stages.
+        ValueError: there is no such boundary, or nothing is personal, or no epoch or
+            stage is left for the epochs after the heads'.
     """
     model, schedule = task.model, _schedule(hparams, task)
     num_stages, lowest = len(model.stage_names), schedule.last
@@ -149,10 +149,12 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return (fp.Serving.each(model, rows, shared=server, build=build),)
 
     is_whole = lowest == num_stages  # else the server has no whole model
-    stays = hparams.layer_dropping and not jax.tree.leaves(
-        last_stages(shapes.variables(model, task.example_shape))
-    )
-    reason = "as no layer with parameters is ever dropped, so that all share one model"
+    params, _ = shapes.variables(model, task.example_shape)
+    limit = ""
+    if not jax.tree.leaves(params[lowest:]):
+        limit = "fedavg, as no layer with parameters is personal"
+    elif not jax.tree.leaves(params[: schedule.first]):
+        limit = "local, as no layer with parameters is shared"
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=traffic.stages_both_ways(task, model),
@@ -161,7 +163,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         server=(lambda s, _: {"global": (model, s.server)}) if is_whole else None,
         serving=None if is_whole else serving,
         adapt=None if is_whole else adapt,
-        unused={"layer_dropping": reason} if stays else {},
+        same_as=limit,
     )
 
 
@@ -174,7 +176,8 @@ def _schedule(hparams: HParams, task: fp.Task) -> boundary.Schedule:
         )
     model, shape = task.model, task.example_shape
     if not hparams.layer_dropping:
-        cut = boundary.first_personal(hparams.personal_from, model, shape)
+        cuts = boundary.some_shared if hparams.head_epochs else boundary.first_personal
+        cut = cuts(hparams.personal_from, model, shape)
         own = [side[cut:] for side in shapes.variables(model, shape)]
         if hparams.personal_from != "none" and not jax.tree.leaves(own):
             where, names = "after its last convolution", ", ".join(model.stage_names)

@@ -63,9 +63,17 @@ class HParams(averaging.Averaging):
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
-    """Per-FedAvg as pure functions."""
+    """Per-FedAvg as pure functions.
+
+    Raises ValueError if an epoch has fewer examples than a step has parts.
+    """
     model, alpha, size = task.model, hparams.inner_lr, hparams.batch_size
     num_parts = 3 if hparams.hessian_free else 2
+    if 0 < hparams.examples_per_round < num_parts:
+        raise ValueError(
+            f"--examples_per_round={hparams.examples_per_round}: a step of perfedavg "
+            f"has {num_parts} parts, each with other examples; give {num_parts} or more"
+        )
     gradient = jax.value_and_grad(fp.cross_entropy_loss(model), has_aux=True)
 
     def moved(params, size, along):

@@ -261,6 +261,21 @@ def first_personal(
     return names.index(name)
 
 
+def some_shared(name: str, model: types.Model, example_shape: tuple[int, ...]) -> int:
+    """Like `first_personal`, with parameters below, else a ValueError."""
+    cut = first_personal(name, model, example_shape)
+    params, _ = shapes.variables(model, example_shape)
+    if jax.tree.leaves(params[:cut]):
+        return cut
+    cure = "a later one, or --algo=local"
+    if len(model.stage_names) == 1:
+        cure = SEVERAL_STAGES
+    raise ValueError(
+        f"--personal_from={name} leaves no parameters of --model={model.name} before "
+        f"it: nothing would be shared; take {cure}"
+    )
+
+
 def middle(
     name: str,
     model: types.Model,

@@ -30,6 +30,8 @@ _OF_OPTAX = (
 NAMES = ("sgd", "adam", *_OF_OPTAX)
 # Their names without weight decay, which is the only difference
 DECOUPLED = {"adamw": "adam", "adamaxw": "adamax", "nadamw": "nadam"}
+# Those that take the sign of a gradient alone
+OF_SIGNS = "rprop", "sign_sgd"
 # Arguments of optax's functions that are options of a run
 _AS_FLAGS = {
     "learning_rate": "client_lr",
@@ -88,7 +90,8 @@ def make(
     """The clients' optimizer.
 
     `--weight_decay` is L2 on the gradient, as in PyTorch, except for those of optax
-    that take it as an argument (AdamW, LAMB, Lion and others). Raises ValueError for an
+    that take it as an argument. It is decoupled in most of these, L2 too in adadelta
+    and lars, and inside the trust ratio in lamb. Raises ValueError for an
     entry of `--client_optimizer_options` that the optimizer lacks.
     """
     name = hparams.client_optimizer

@@ -68,6 +68,11 @@ def of_options(
         f"results are called {config.algo}"
         for other in filter(None, found)
     )
+    if at_points and at_points[0].same_as:
+        out.append(
+            f"--algo={config.algo} with these options is the method "
+            f"{at_points[0].same_as}, and results are called {config.algo}"
+        )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizers(config, hparams, asked)
     if config.summary == "best":
@@ -233,6 +238,12 @@ def _of_optimizers(
             f"--client_momentum={_numbers(every('client_momentum'))} has no effect "
             f"with --client_optimizer={name}"
         )
+    if name in optimizer.OF_SIGNS and not any(every("weight_decay")):
+        if any(every("clip_norm")):
+            out.append(
+                f"--clip_norm={_numbers(every('clip_norm'))} has no effect with "
+                f"--client_optimizer={name}, which takes the signs of a gradient alone"
+            )
     is_chosen = "server_lr" in {*asked, *points[0]}
     if getattr(hparams, "server_lr", 0) == 1 and not is_chosen and _scales(hparams):
         out.append(

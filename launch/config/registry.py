@@ -259,7 +259,8 @@ def meant(name: str, known: Collection[str], sign: str = "--") -> str:
 
     `sign` is what an option is written with. A letter is like no option.
     """
-    elsewhere, plain = tomllib.loads(_ELSEWHERE.read_text()), name.replace("-", "_")
+    elsewhere = tomllib.loads(_ELSEWHERE.read_text())
+    plain = name.rpartition(".")[2].replace("-", "_")  # optimizer.lr -> lr
     instead = elsewhere.pop("instead")
     ours = [n for n, others in elsewhere.items() if plain in others and n in known]
     if not ours and plain in instead and plain not in known:

@@ -223,7 +223,7 @@ def test_personal_from(name, lowest, problem, given):
     Served is the server's base with the own head; only with `none` is there a server
     model.
     """
-    for algo in ("fedper", "fedrep"):
+    for algo in ("fedper", "fedrep")[: 1 + (lowest > 0)]:
         made = make(algo, problem, personal_from=name)
         state = given([0, 1, 2, 3, 4], lowest)
         assert served_boundaries(made, state, problem.data) == [lowest] * 5
@@ -234,6 +234,8 @@ def test_personal_from(name, lowest, problem, given):
             assert model.name == "tiny" and server is state.server
         else:
             assert made.server is None
+        limit = {0: "local", 3: "fedavg"}.get(lowest, "")
+        assert made.same_as.partition(",")[0] == limit
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_cuts_of_the_papers_model(algo, options, lowest, problem):
     data = problem.data.replace(image=np.zeros((1, *shape), np.uint8))
     shapes = jax.eval_shape(made.init, data, jax.random.key(0))
     assert len(plain.own(shapes).params) == 6 - lowest
-    assert bool(made.unused) == (lowest == 6)
+    assert bool(made.same_as) == (lowest == 6)
     size = np.array([224, 1168, 4640, 16416, 528, 170]) * 4
     assert [kind.num_bytes for kind in made.messages] == [*size, *size]
     assert [kind.direction for kind in made.messages] == ["down"] * 6 + ["up"] * 6
@@ -276,6 +278,11 @@ def test_nothing_would_be_personal(algo, problem):
     ("algo", "options", "line"),
     [
         ("fedper", {"personal_from": "F9"}, "--personal_from=F9.*dense1, dense2, last"),
+        (
+            "fedrep",
+            {"personal_from": "dense1", "head_epochs": 1},
+            "=dense1 .*nothing would be shared; take a later one, or --algo=local",
+        ),
         ("fedper_plus", {"min_layer": 4}, "--min_layer=4: expected at most 3"),
         (
             "fedper_plus",

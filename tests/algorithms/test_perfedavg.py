@@ -194,3 +194,14 @@ def test_the_loss_is_that_of_the_adapted_model(compiled, start, problem):
         p = plain.softmax(plain.logits(w, x))[np.arange(len(of)), of]
         total -= len(rows) * np.log(p).mean()
     np.testing.assert_allclose(metrics["train_loss"][0], total, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_free", [False, True])
+def test_an_epoch_of_fewer_examples_than_parts(is_free, problem):
+    """It would train nothing, or leave the Hessian out."""
+    count = 2 + is_free
+    given = {"hessian_free": is_free, "examples_per_round": count}
+    perfedavg.make(perfedavg.HParams(**given), problem.task_of())
+    given["examples_per_round"] -= 1
+    with pytest.raises(ValueError, match=f"has {count} parts, each with other exam"):
+        perfedavg.make(perfedavg.HParams(**given), problem.task_of())

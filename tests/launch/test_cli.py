@@ -76,6 +76,7 @@ def test_a_file_that_hides_a_package(tmp_path, name, argv, exit_code):
     "algo, given, meant",
     [
         ("fedavg", "lr", "client_lr"),
+        ("fedavg", "optimizer.lr", "client_lr"),
         ("fedavg", "frac", "clients_per_round"),
         ("fedavg", "epochs", "local_epochs"),
         ("fedavg", "num_new_clients", "unseen_clients"),

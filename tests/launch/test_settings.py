@@ -648,6 +648,40 @@ def test_optimizers_at_the_points_of_a_sweep():
     assert line.startswith("--client_lr_decay=0.5,0.9 has no effect with")
 
 
+@pytest.mark.parametrize("name", ["sgd", "rprop", "sign_sgd"])
+def test_clipping_before_signs(name):
+    """A scale is lost in signs, unless weight decay is added after it."""
+    given = {"algo": "fedavg", "client_optimizer": name, "clip_norm": 0.5}
+    found = notes.of_options(*resolved(**given))
+    line = "--clip_norm=0.5 has no effect with --client_optimizer="
+    assert [one.startswith(line) for one in found] == [True] * (name != "sgd")
+    assert notes.of_options(*resolved(**given, weight_decay=0.1)) == []
+
+
+@pytest.mark.parametrize(
+    ("algo", "options", "other"),
+    [
+        ("fedper", {"personal_from": "none"}, "fedavg"),
+        ("fedrep", {"personal_from": "none"}, "fedavg"),
+        ("fedper_plus", {"drop_every": 0}, "fedavg"),
+        ("fedrep_plus", {"drop_every": 0}, "fedavg"),
+        ("fedper", {"personal_from": "dense1"}, "local"),
+    ],
+)
+def test_all_layers_are_of_one_side(algo, options, other):
+    """It is FedAvg, or training alone, to the bit, and a line says so."""
+    common = {"model": "mlp", "num_clients": 4, "rounds": 2, "local_epochs": 2}
+    given = {"preset": "none", "client_lr": 0.1, "model_width": 0.25} | common
+    options |= {"head_epochs": 1} if "fedrep" in algo else {}
+    made = build.experiment(algo=algo, **given | options)
+    (line,) = (one for one in made.notes if f"the method {other}" in one)
+    assert line.endswith(f", and results are called {algo}")
+    both = made, build.experiment(algo=other, **given)
+    metrics = [one.run(progress=False)["metrics"] for one in both]
+    losses = [one["client_loss"]["per_seed"] for one in metrics]
+    assert losses[0] == losses[1]
+
+
 def test_a_sweep_that_ends_in_another_method():
     """Each point is the run that it would be alone."""
     given = {"algo": "fedavg", "server_optimizer": "sgd"}
