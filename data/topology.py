@@ -22,6 +22,8 @@ NEVER = 1e-12
 # For regular graphs: rounds of swapping all edges in pairs, and cached graphs
 SWEEPS = 5
 KEPT_GRAPHS = 16
+# Entries of all clients' tables of others that are shuffled at once
+TABLE_SIZE = 1 << 22
 
 
 class Graph(NamedTuple):
@@ -64,27 +66,47 @@ def uniform_peers(
 ) -> np.ndarray:
     """Draws P < K different other clients for each client in random order, int[C, P].
 
-    They are the beginning of a shuffle of all others, which stores only the moved
-    entries. The first n of P peers are therefore those of a draw of n.
+    They are the beginning of a shuffle of all others. The first n of P peers are
+    therefore those of a draw of n.
     """
-    own = client[:, None]
-    words = rng.hashed(seed, "engine.peers", round, own, 0, np.arange(num_peers))
-    # Step i swaps the entries at i and at `taken[:, i]`, which then is `moved[:, i]`.
-    taken, moved, peers = (np.zeros(words.shape, int) for _ in range(3))
+    own, step = client[:, None], np.arange(num_peers)
+    words = rng.hashed(seed, "engine.peers", round, own, 0, step)
+    places = step + (words % (num_clients - 1 - step).astype(np.uint64)).astype(int)
+    if num_peers**2 < num_clients:
+        peers = _few_shuffled(places)
+    else:
+        size = max(1, TABLE_SIZE // num_clients)
+        blocks = [places[at : at + size] for at in range(0, max(1, len(places)), size)]
+        peers = np.concatenate([_shuffled(one, num_clients - 1) for one in blocks])
+    return peers + (peers >= own)
+
+
+def _shuffled(places: np.ndarray, count: int) -> np.ndarray:
+    """The first P of 0 to count - 1 where step i swaps the entries i and places[:, i].
+
+    `places` is int[C, P]. It takes C * (count + P) steps.
+    """
+    every, row = np.tile(np.arange(count), (len(places), 1)), np.arange(len(places))
+    for step, place in enumerate(places.T):
+        every[row, place], every[:, step] = every[:, step].copy(), every[row, place]
+    return every[:, : places.shape[1]]
+
+
+def _few_shuffled(places: np.ndarray) -> np.ndarray:
+    """`_shuffled` of any count, which takes C * P**2 steps."""
+    # At step i the entry i is moved to `places[:, i]`, where it is `moved[:, i]`.
+    moved, peers = np.zeros_like(places), np.zeros_like(places)
 
     def entry(place: np.ndarray, step: int) -> np.ndarray:
-        hits = (taken[:, :step] == place[:, None]) * np.arange(1, step + 1)
+        hits = (places[:, :step] == place[:, None]) * np.arange(1, step + 1)
         last = hits.max(1, initial=0)
         found = np.take_along_axis(moved, np.maximum(last - 1, 0)[:, None], axis=1)
         return np.where(last > 0, found[:, 0], place)
 
-    for step in range(num_peers):
-        left = np.uint64(num_clients - 1 - step)
-        place = step + (words[:, step] % left).astype(int)
+    for step, place in enumerate(places.T):
         peers[:, step] = entry(place, step)
-        moved[:, step] = entry(np.full(len(client), step), step)
-        taken[:, step] = place
-    return peers + (peers >= own)
+        moved[:, step] = entry(np.full(len(places), step), step)
+    return peers
 
 
 def _random(spec: types.PeerSpec, num_clients: int) -> Graph:

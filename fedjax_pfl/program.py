@@ -31,7 +31,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.rows import exchange
 
-KEPT_PROGRAMS = 8
+KEPT_PROGRAMS = 32  # more than a comparison has rows
 
 
 class Compiled:

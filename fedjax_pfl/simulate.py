@@ -84,6 +84,7 @@ class Simulation:
         given = planner, len(seeds), self.calls, specs, execution, self.rows
         self.windows = windows.Windows(*given)
         self._window: Window | None = None
+        self._digest: tuple[list[int], str] | None = None
         self._use(program, execution)
         # Seconds of a round of the last call, so many that the first call has one
         self._round_seconds = CALL_SECONDS
@@ -111,7 +112,10 @@ class Simulation:
 
     def digest(self) -> str:
         """SHA-256 of all variants' parameters, wherever they are: see `Rows.digest`."""
-        return self.rows.digest(self._joined())
+        rounds = [call.round for call in self.calls]
+        if self._digest is None or self._digest[0] != rounds:
+            self._digest = rounds, self.rows.digest(self._joined())
+        return self._digest[1]
 
     def _joined(self) -> types.RoundState:
         """The devices' states of all calls as one, without a copy."""
@@ -184,8 +188,8 @@ class Simulation:
         self.totals, self.compile_seconds = totals, compile_seconds
         if self.rows.needs_start:
             self.start()
-        # It may have rows that were read before.
-        self._window = None
+        # They may have rows or a hash that were taken before.
+        self._window = self._digest = None
         of_calls = self.rows.loaded(state, self.calls)
         for call, mine in zip(self.calls, of_calls, strict=True):
             call.load(round, self._placed(mine), metrics)

@@ -33,7 +33,11 @@ def made(
     config, source = settings.config, settings.source
     fixed = config.partition_seed
     drawn_by = [fixed if fixed >= 0 else seed for seed in seeds]
-    splits = [partitions.split(source, _spec(config, one), one) for one in drawn_by]
+    drawn = {
+        one: partitions.split(source, _spec(config, one), one)
+        for one in dict.fromkeys(drawn_by)
+    }
+    splits = [drawn[one] for one in drawn_by]
     if config.export_partition:
         _export(settings, splits)
     splits, vals = _with_validation(settings, splits, drawn_by)

@@ -90,6 +90,16 @@ def test_fewer_random_peers_are_the_first_of_more():
         np.testing.assert_array_equal(few, many[:, :count])
 
 
+def test_both_ways_to_shuffle():
+    """A table of all entries, and the moved ones alone."""
+    gen = np.random.default_rng(0)
+    for count, steps, clients in ((6, 6, 5), (40, 7, 3), (9, 1, 1), (5, 3, 0)):
+        places = gen.integers(np.arange(steps), count, (clients, steps))
+        table = topology._shuffled(places, count)
+        np.testing.assert_array_equal(table, topology._few_shuffled(places))
+        assert all(len({*row}) == steps for row in table.tolist())
+
+
 def test_random_peers_are_uniform():
     """Test 2: k each, and every ordered pair of places equally likely (chi-square)."""
     rounds = 2000
