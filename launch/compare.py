@@ -14,7 +14,7 @@ import numpy as np
 
 from data import files, labels
 from fedjax_pfl import options as options_lib
-from launch.assemble import custom
+from launch.assemble import custom, given
 from launch.config import limits, presets, registry, sweep
 from launch.experiment import Experiment, experiment
 from launch.machine import processes
@@ -228,10 +228,11 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     if options.get("preset") is not None:
         names = [options["preset"]]
         options_lib.check_one_of("preset", names[0], [*presets.PRESETS])
-    refused = None
+    refused, read = None, given.Read()
     for preset in names:
         try:
-            return _built(runs, {**options, "preset": preset})
+            with read.used():
+                return _built(runs, {**options, "preset": preset})
         except ValueError as error:
             refused = refused or error
     raise refused

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,9 @@ from launch.assemble import (
 from launch.assemble.given import Settings, sha256
 from launch.config import schema, sweep
 from launch.machine import devices, memory, processes, residence
+
+# The examples on devices, by what they hold and where, as long as a run has them
+_EXAMPLES: weakref.WeakValueDictionary[Any, jax.Array] = weakref.WeakValueDictionary()
 
 
 class Computation(NamedTuple):
@@ -107,7 +111,7 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
         models_step.check_slices(settings, normal, found.server, task.execution)
     _check_choosing(config, made.program.algorithm, data.partition)
     hashes = _hashes(settings, data, made.planner)
-    placed = execution.place_tables(data.replace(partition=None), task.execution)
+    placed = _placed(data.replace(partition=None), task.execution, hashes[0])
     lines = notes.of_constants(config, others, normal)
     algorithm = made.program.algorithm
     may_train = ~data.partition.is_unseen[0]
@@ -324,6 +328,24 @@ def _adaptation(settings: Settings) -> types.PlanSpec | None:
         )
     drop_last = hparams.drop_last
     return types.PlanSpec("adapt", epochs, hparams.batch_size, drop_last=drop_last)
+
+
+def _placed(data: types.Data, how: types.Execution, data_sha256: str) -> types.Data:
+    """Tables of the host on their devices.
+
+    The experiments of one process that have the same examples share theirs.
+    """
+    where, parts = execution.replicated(how), {}
+    for name in ("image", "label"):
+        table = getattr(data, name)
+        key = name, data_sha256, table.shape, str(table.dtype), where
+        parts[name] = _EXAMPLES.get(key)
+        if parts[name] is None:
+            parts[name] = execution.place_tables(table, how)
+            if isinstance(parts[name], jax.Array) and jax.process_count() == 1:
+                _EXAMPLES[key] = parts[name]
+    rest = data.replace(image=None, label=None)
+    return execution.place_tables(rest, how).replace(**parts)
 
 
 def _hashes(

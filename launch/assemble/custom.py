@@ -109,9 +109,12 @@ def own_sha256(given: Mapping[str, Any], every: Mapping[str, optimizer.Custom]) 
     """
     custom = [
         name
-        for name in ("model", "client_model", "algo", "eval_metrics")
+        for name in ("model", "client_model", "algo")
         if not isinstance(given.get(name, ""), str)
     ]
+    metrics = measures_lib.listed(given.get("eval_metrics", ""))
+    if not all(isinstance(one, str) for one in metrics):
+        custom.append("eval_metrics")
     if not custom and not every:
         return ""
     from models import own  # imports nnx, which takes long
@@ -125,7 +128,7 @@ def own_sha256(given: Mapping[str, Any], every: Mapping[str, optimizer.Custom]) 
     if "algo" in custom:
         texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
     if "eval_metrics" in custom:
-        chosen = measures_lib.chosen(measures_lib.listed(given["eval_metrics"]))
+        chosen = measures_lib.chosen(metrics)
         texts["eval_metrics"] = [(one.name, own.source(one.given)) for one in chosen]
     texts |= {name: optimizer.fingerprint(tx) for name, tx in every.items()}
     return hashlib.sha256(repr(texts).encode()).hexdigest()

@@ -1,7 +1,10 @@
 """Turns given options into settings: resolves names, loads data, checks all values."""
 
+import contextlib
+import contextvars
+import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +48,30 @@ class Settings(NamedTuple):
     dropped_owners: Mapping[str, int]
     measures: tuple[measures_lib.Measure, ...] = ()
     asked: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass
+class Read:
+    """The data sets of experiments that are built together, each of which is read once.
+
+    An object of Python may give other examples each time, such as one of torch with
+    random transforms. Of data sets that have a name the last one is kept.
+    """
+
+    objects: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    named: tuple[Any, Any] = ((), None)
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Keeps here what is read inside, unless this is inside of another one."""
+        token = _READ.set(_READ.get() or self)
+        try:
+            yield
+        finally:
+            _READ.reset(token)
+
+
+_READ = contextvars.ContextVar[Read | None]("read", default=None)
 
 
 def settled(**given: Any) -> Settings:
@@ -99,7 +126,14 @@ def _source(
     config: schema.Config, in_memory: tuple[Any, Any, Any] | None
 ) -> dataset.Dataset:
     """Loads the data set that was given in Python, or that `--dataset` names."""
-    rows = in_memory and doors.opened(*in_memory, config.label, config.owner)
+    read, names = _READ.get() or Read(), (config.label, config.owner)
+    rows, joined = None, {}
+    if in_memory:
+        key = (*map(id, in_memory), *names)
+        if key not in read.objects:
+            # The objects are kept, too, so that no other one gets their id.
+            read.objects[key] = in_memory, doors.opened(*in_memory, *names), {}
+        _, rows, joined = read.objects[key]
     train, test, _ = rows or (doors.Rows(None), None, None)
     if rows or config.dataset != own_files.ARRAYS:
         has_axes = train.arrays is not None
@@ -107,9 +141,15 @@ def _source(
     if rows is None:
         names = "text_length", "owners", "layout", "label", "owner", "labels"
         options = {name: getattr(config, name) for name in names}
-        found = loaders.load(config.dataset, config.data_dir, **options)
+        key = config.dataset, config.data_dir, options
+        if read.named[0] != key:
+            read.named = key, loaders.load(config.dataset, config.data_dir, **options)
+        found = read.named[1]
     else:
-        found = doors.joined(*rows, config.label, config.owner, layout=config.layout)
+        layout = config.layout
+        if layout not in joined:
+            joined[layout] = doors.joined(*rows, *names, layout=layout)
+        found = joined[layout]
     notes = [*found.notes]
     kind, is_own = config.test_split, own_files.is_one(config.dataset)
     if is_own and found.num_test and kind == "client_share":

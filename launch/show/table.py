@@ -83,12 +83,14 @@ class Table(NamedTuple):
         """The methods as papers write them."""
         return looks.titles(self.rows)
 
-    def heads(self) -> list[str]:
-        """A title for each column."""
+    def heads(self, has_unit: bool = True) -> list[str]:
+        """A title for each column, with the unit of its texts or without."""
         many = len({one.setting for one in self.columns}) > 1
+        pairs = [(one.setting * many, one.metric) for one in self.columns]
+        titles = [_head(one) if has_unit else one.title for _, one in pairs]
         return [
-            ", ".join(filter(None, [one.setting * many, _head(one.metric)]))
-            for one in self.columns
+            ", ".join(filter(None, [setting, title]))
+            for (setting, _), title in zip(pairs, titles, strict=True)
         ]
 
     def _lines(
@@ -171,7 +173,7 @@ class Table(NamedTuple):
         import pandas
 
         out = {}
-        for head, column in zip(self.heads(), self.columns, strict=True):
+        for head, column in zip(self.heads(has_unit=False), self.columns, strict=True):
             scale = min(column.metric.scale, 1)
             scales = {"mean": scale, "std": scale, "p": 1, "p_best": 1}
             for part, factor in scales.items():

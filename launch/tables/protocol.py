@@ -26,6 +26,7 @@ import jax
 
 from data import files
 from fedjax_pfl import checkpoint, json_text
+from launch.assemble import given as given_lib
 from launch.config import algorithm_file, limits, registry
 from launch.experiment import Experiment, experiment
 from launch.folder import finished, lock, record, tracking
@@ -64,7 +65,9 @@ class Study:
             folder = self._temporary.name
         self._folder, self._home = files.given(folder, "study: folder"), files.here()
         self.failed: list[str] = []
-        self._body, prepared = self._prepared()
+        self._read = given_lib.Read()
+        with self._read.used():
+            self._body, prepared = self._prepared()
         self.schedule = schedule.Schedule(self.asked, prepared, lambda: self.folder)
         self._noted: list[str] = prepared.notes
         self._told: dict[str, None] = {}  # lines of the last run, in order
@@ -136,7 +139,9 @@ class Study:
             options = self.schedule.trial(setting, base, "", {"num_seeds": 1}).options
             name = ", ".join(filter(None, [base, setting]))
             self._need_python(name, options)
-            found.append(estimates.of(experiment(**options), name, variants, len(done)))
+            with self._read.used():
+                made = experiment(**options)
+            found.append(estimates.of(made, name, variants, len(done)))
         return estimates.Estimate(found)
 
     def run(
@@ -361,16 +366,24 @@ class Study:
         return made
 
     def _need_python(self, name: str, options: Mapping[str, Any]) -> None:
-        """Refuses an opened study whose data or methods Python gave."""
+        """Refuses an opened study whose data or methods Python or a file gave."""
         is_file = algorithm_file.is_one(options["algo"])
-        if self._is_opened and (is_file or trials.is_of_python(options)):
-            where = "the study's own folder, not a packed one"
-            if self._temporary is None:
-                where = f"folder={str(self.folder)!r}"
+        if not self._is_opened or not (is_file or trials.is_of_python(options)):
+            return
+        every = [own["algo"] for own in self.asked.methods.values()]
+        if files_of := [one for one in every if algorithm_file.is_one(one)]:
             raise ValueError(
-                f"{name} needs what Python gave; call build.study(...) again with "
-                f"{where}"
+                f"{name} needs what Python gave, or the code in {', '.join(files_of)}, "
+                "which an opened study does not read; run the study again with its "
+                f"file or call, or open a run of {self.folder / 'runs'} alone, as "
+                f"build.load(RUN, algo={files_of[0]!r})"
             )
+        where = "the study's own folder, not a packed one"
+        if self._temporary is None:
+            where = f"folder={str(self.folder)!r}"
+        raise ValueError(
+            f"{name} needs what Python gave; call build.study(...) again with {where}"
+        )
 
     def _experiment(self, trial: trials.Trial) -> Experiment:
         """A trial's run with its folder."""
@@ -379,7 +392,8 @@ class Study:
             "workdir": str(self.schedule.path(trial)),
             "resume": True,
         }
-        made = experiment(**given)
+        with self._read.used():
+            made = experiment(**given)
         known, changed = trial.key["hashes"], ""
         # Trials that tune are known by the clients of their first seed, and in earlier
         # versions by those of all seeds of the study.
@@ -594,6 +608,11 @@ def study(
     Raises:
         ValueError: one line: what came, what was expected, which option to change.
     """
+    if odd := {"run", "progress", "on_record"} & options.keys():
+        raise ValueError(
+            f"study: {min(odd)}= belongs to build.compare; omit it, as a study begins "
+            "with its .run()"
+        )
     for what, value in (("settings", settings), ("tune", tune)):
         if not isinstance(value or {}, Mapping):
             raise ValueError(f"study: {what}={value!r}: expected an object by names")

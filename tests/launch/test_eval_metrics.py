@@ -137,3 +137,11 @@ def test_bad_input():
     """The line lists the metrics."""
     with pytest.raises(ValueError, match="--eval_metrics=f1: expected one of macro_f1"):
         made(eval_metrics="f1")
+
+
+def test_a_list_of_names_is_no_code(tmp_path):
+    """Its run is opened like that of the same names as a text."""
+    made(eval_metrics=["macro_f1", "auc"], workdir=tmp_path).run(progress=False)
+    assert "own_sha256" not in (tmp_path / "run.flags").read_text()
+    found = build.load(tmp_path, dataset=COMMON["dataset"])
+    assert "client_macro_f1" in found.metrics[-1]

@@ -810,7 +810,7 @@ def test_comparison(arrays, capsys):
         assert len(mine) and of_all.reset_index(drop=True).equals(mine)
     assert "fedper (2 of 2):" in capsys.readouterr().out
     shown = compared.table(["client_accuracy", "hurt"], control="fedavg")
-    found = shown.to_frame()["Client (UA), %", "mean"]
+    found = shown.to_frame()["Client (UA)", "mean"]
     assert [*found.index] == [*compared] and [*found] == [*summary.client_accuracy]
     assert "FedPer" in shown.to_latex() and "† better and ‡ worse" in str(shown)
     for more in ({"control": "fedrep"}, {"test": "t"}, {"metrics": "hurt"}):

@@ -318,6 +318,7 @@ def test_data_of_a_file_lie_elsewhere(tmp_path, capsys):
         ({"settings": {0.1: {}}}, "study: settings: the name 0.1 is not a text"),
         ({"folder": 5}, "study: folder: expected a path, got a int"),
         ({"methods": 5}, "study: expected a list of methods, got 5"),
+        ({"run": False}, "study: run= belongs to build.compare; omit it"),
     ],
 )
 def test_refused_in_a_line(more, line):
@@ -325,6 +326,59 @@ def test_refused_in_a_line(more, line):
     with pytest.raises(ValueError, match=re.escape(line)) as error:
         made(**more)
     assert "\n" not in str(error.value)
+
+
+class Turning:
+    """A data set of torch whose examples are others each time that they are read."""
+
+    def __init__(self):
+        self.reads = 0
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return X[index] + self.reads, int(Y[index])
+
+
+def test_a_data_set_with_random_transforms():
+    """All runs of a study or of a comparison have the examples of one reading."""
+    turning, given = Turning(), {"methods": ["local", "fedavg"], "seeds": 1, "tune": {}}
+    study = made(dataset=turning, settings={"a": {}, "b": {"batch_size": 4}}, **given)
+    reads = turning.reads
+    assert study.run(progress=False).failed == []
+    assert reads == turning.reads and len(X) <= reads <= len(X) + 2
+    (example,) = {study.load("local", setting=one).examples_sha256 for one in "ab"}
+    own = {name: value for name, value in OPTIONS.items() if name != "dataset"}
+    compared = build.compare(["local", "fedavg"], run=False, dataset=turning, **own)
+    (other,) = {one.examples_sha256 for one in compared.values()}
+    assert other != example
+
+
+def test_a_row_of_a_file_in_an_opened_study(tmp_path):
+    """The line names the file, and how its run is opened."""
+    text = "from algorithms.fedavg import HParams, make"
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    rows, given = {"Mine": {"algo": str(path)}}, {"seeds": 1, "tune": {}, "control": ""}
+    study = made(tmp_path / "study", rows, **given).run(progress=False)
+    opened = build.load(study.folder)
+    line = re.escape(f"the code in {path}, which an opened study does not read; run")
+    with pytest.raises(ValueError, match=f"{line}.*{study.folder}/runs alone") as told:
+        opened.load("Mine")
+    assert str(told.value).endswith(f"build.load(RUN, algo={str(path)!r})")
+    alone = build.load(study.folder / "runs" / "mine", algo=path, dataset=(X, Y))
+    assert alone.round == 3
+
+
+def test_runs_of_one_process_share_their_examples():
+    """On the devices, as long as one of them is there."""
+    compared = build.compare(["local", "fedavg"], run=False, **OPTIONS)
+    first, second = (one.simulation.data for one in compared.values())
+    assert first.image is second.image and first.label is second.label
+    moved = build.experiment(**OPTIONS | {"algo": "fedavg", "dataset": (X + 1, Y)})
+    assert moved.simulation.data.image is not first.image
 
 
 @pytest.fixture
@@ -421,7 +475,7 @@ def test_what_a_table_cannot_say(done):
     shown = done.table(["hurt", "bottom_decile", "until_rounds"], control="")
     said = "Hurt, Rounds until: these compare with a control, and none is given."
     assert said in shown.notes and not any(" with ." in one for one in shown.notes)
-    assert shown.to_frame().loc["fedavg", "Hurt, %"].isna().all()
+    assert shown.to_frame().loc["fedavg", "Hurt"].isna().all()
     for given, line in (
         ({"metrics": "hurt"}, r"expected a list, \['hurt'\]"),
         ({"metrics": ["until_mb"], "until": 0}, "until=0: expected a share above 0"),
@@ -1528,13 +1582,13 @@ def test_intervals_of_differences(done):
     few[1] = np.nan
     assert np.isnan(significance.interval(few, few * 0)).all()
     frame = done.table(["client_accuracy", "global_accuracy"]).to_frame()
-    found = frame["Client (UA), %"]
+    found = frame["Client (UA)"]
     for row in found.index.drop(done.control):
         gap = found["mean"][row] - found["mean"][done.control]
         assert found["gap"][row] == pytest.approx(gap)
         assert found["gap_low"][row] <= gap <= found["gap_high"][row]
     assert found["gap"].isna()[done.control]
-    assert "gap" not in frame["Global, %"]
+    assert "gap" not in frame["Global"]
 
 
 def test_seeds_count_equally_in_intervals():
