@@ -252,6 +252,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     weight = hparams.server_distill_weight if use_full else 0
     if options.is_off(hparams.client_distill_weight) and options.is_off(weight):
         reasons["label_mix"] = "as no logits of the proxy set are distilled"
+    if not kinds:
+        reasons["transfer"] = "as nothing of the proxy set is distilled"
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=tuple(

@@ -1,4 +1,4 @@
-"""CriticalFL: a client pulls from more peers while the norm of its gradients rises.
+"""CriticalFL: a client pulls from more peers in periods that its gradients decide.
 
 Yan, Wang, Yuan, Li: "CriticalFL: A Critical Learning Periods Augmented Client Selection
 Framework for Efficient Federated Learning", KDD 2023,
@@ -37,11 +37,12 @@ model, which counts in full, and the peers that sent it. Norms are messages of 4
 Differs from the paper: there a server chooses how many clients take part in a round.
 Here each client chooses by its own history how many peers it pulls from in its next
 round, and counts its own rounds. Window, interval, the first five checks (always
-critical) and the fifth are those of the released code. The norm is taken before
-gradients are clipped. The norm of a client without a step in its last round, or
-without any round yet, does not count, and with `--sparsify` it sends no entries. Until
-the first check, models are sent whole. An entry that no peer sends does not change (the
-code sets it to 0).
+critical) and the fifth are those of the released code, and norms of checks that are not
+there yet count as 0, too: about the first ten checks are critical also where norms
+fall. The norm is taken before gradients are clipped. The norm of a client without a
+step in its last round, or without any round yet, does not count, and with `--sparsify`
+it sends no entries. Until the first check, models are sent whole. An entry that no peer
+sends does not change (the code sets it to 0).
 """
 
 import dataclasses

@@ -209,4 +209,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     part = levels.first_stages(task, model)
     given = {"private": zeros, "beside": beside, "server_update": server_update}
-    return levels.make(hparams, task, model, part, client_update, adapt=adapt, **given)
+    given["adapt"] = adapt
+    made = levels.make(hparams, task, model, part, client_update, **given)
+    if len(levels.possible(hparams, task.num_clients)) > 1:
+        return made
+    reason = "as all clients that take part can hold the same stages"
+    return made._replace(unused={"h_denominator": reason})

@@ -29,12 +29,13 @@ Each tensor keeps its number of entries, so messages have a fixed size: the valu
 (`whole model`) and a bitmap of one bit per parameter (`mask`).
 
 Differs from the paper: biases and other vectors are dense, as ERK makes them nearly
-always. The mean is over the round's graph. As in the released code, gradients are
-clipped by the norm of all entries, the gradient that regrows is taken in eval mode, and
-an entry that was just pruned may be regrown. By default the code draws one mask for all
-clients, while here each draws its own. Under `--preset=uapdfl` learning rate, momentum
-(restarted in each round), batches and graph are UA-PDFL's. `--prune_rounds` is separate
-from the run's number of rounds, because extending a run must not change its past.
+always. The mean is over the round's graph. As in the released code, the gradient that
+regrows is taken in eval mode, and an entry that was just pruned may be regrown. By
+default the code draws one mask for all clients, while here each draws its own. Under
+`--preset=uapdfl` gradients are clipped by the norm of all entries (`--clip_norm`), as
+in the released code, and learning rate, momentum (restarted in each round), batches and
+graph are UA-PDFL's. `--prune_rounds` is separate from the run's number of rounds,
+because extending a run must not change its past.
 """
 
 import dataclasses

@@ -190,12 +190,14 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             out[f"head {name}"] = layer < number
         return out
 
+    inert = "as the boundary begins at layer 1, where nothing is distilled"
     return fp.Algorithm(
         plans=(at_server, local),
         messages=_messages(task, has_heads),
         init=init,
         round=round,
         serving=lambda state, *_: (fp.Serving.each(model, state.clients["own"]),),
+        unused={"temperature": inert} if schedule.first == 1 else {},
         # No `server`: its first layer is never trained, so it has no model of its own.
     )
 

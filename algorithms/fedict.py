@@ -71,14 +71,24 @@ class HParams(fp.LocalTraining):
         2, "epochs of the clients' distillation per round", minimum=1
     )
     server_epochs: int = fp.option(
-        2, "epochs of the server over a client's features per round", minimum=1
+        2,
+        "epochs of the server over a client's features per round",
+        minimum=1,
+        needs={"distill_weight": options.ON},
+        is_noted=True,
     )
     distill_weight: float = fp.option(
         1.5,
         "weight of distillation (clients), cross-entropy (server) [alpha]",
         minimum=0,
     )
-    temperature: float = fp.option(3.0, "temperature of distillation [T]", above=0)
+    temperature: float = fp.option(
+        3.0,
+        "temperature of distillation [T]",
+        above=0,
+        needs={"distill_weight": options.ON},
+        is_noted=True,
+    )
     prior_temperature: float = fp.option(
         3.0,
         "divides a client's label frequencies in its distance",

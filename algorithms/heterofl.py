@@ -29,7 +29,8 @@ the settings of DepthFL's authors (https://openreview.net/forum?id=pf8RIZTMU58).
 | SHeteroFL (DepthFL, Table 3) | `--all_widths` |
 
 Differs from the paper: entries are averaged without weights, and the optimizer is
-DepthFL's. The norm that follows makes the Scaler's division all but undone. Statistics
+DepthFL's. The norm that follows makes the Scaler's division all but undone, and with
+`--exclusive` DepthFL's authors leave it out (`--noscaler`). Statistics
 are the mean over batches of unaugmented train rows (without a last one of one row) in
 the order of the clients, so that a batch has rows of few clients, not
 DepthFL's moving average over augmented ones (`--static_norm=ema`: that, with

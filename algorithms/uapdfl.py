@@ -232,10 +232,13 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     given = {"messages": _messages(task, cut), "private": represent}
     common = hparams, task, mixed, client_update
     made = decentralized.make(*common, **given, shares=("dropped",))
-    if hparams.client_dropout or by_layer:
-        return made
-    reason = "with --noclient_dropout and --nolayer_personalization"
-    return made._replace(unused={"divergence_threshold": reason})
+    unused = {}
+    if not (hparams.client_dropout or by_layer):
+        reason = "with --noclient_dropout and --nolayer_personalization"
+        unused["divergence_threshold"] = reason
+    if options.is_off(hparams.divergence_threshold):
+        unused["client_dropout"] = "as no divergence is below --divergence_threshold=0"
+    return made._replace(unused=unused)
 
 
 def _messages(task: fp.Task, cut: int) -> tuple[fp.MessageKind, ...]:

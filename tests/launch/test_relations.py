@@ -245,6 +245,7 @@ rotate_classes excludes layout=ntc
 rotate_classes excludes partition=cdkt/cdkt_code/cdkt_paper
 rotate_classes only images
 server_distance notes server_distill_weight=on
+server_epochs notes distill_weight=on
 server_lr needs server_optimizer=sgd/adam/adagrad/yogi
 server_momentum needs server_optimizer=sgd/adam/adagrad/yogi
 smoothing needs distill_target=ls
@@ -256,6 +257,7 @@ teacher_model needs distill_target=kd/pt/sim/pt_sim
 teacher_width needs distill_target=kd/pt/sim/pt_sim
 temperature needs transfer=head
 temperature notes contrastive_weight=on
+temperature notes distill_weight=on
 temperature notes self_distill_weight=on
 text_length only texts
 train_share only images
