@@ -108,9 +108,10 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         """The client's row with new weights, by gradient steps that stay in [0, 1]."""
         row, count = client.own, client.data.partition.train.count
         gap = jax.tree.map(lambda a, b: (a != b).any(), row["own"], server.params[cut:])
-        differs = jnp.stack(jax.tree.leaves(gap)).any()
         some = client.fresh().at_most(shortened(count.max()))
         steps = jnp.minimum(some.plan.num_steps, shortened(count[client.id]))
+        # Of a client whose time is up before its first step nothing is learned.
+        differs = jnp.stack(jax.tree.leaves(gap)).any() & (steps > 0)
         some = some.replace(plan=some.plan.replace(num_steps=steps), is_tested=False)
 
         def mixture_loss(weight, stats, batch):

@@ -22,7 +22,7 @@ from fedjax_pfl.rows import slots
 # Rounds that serve to estimate the capacity of a window's plans
 SEEN_ROUNDS = 16
 # The most clients of a round that one device has follow from at most so many first
-# rounds and so many clients in them.
+# rounds and so many clients that are looked at in them.
 OWNED_ROUNDS, OWNED_DRAWS = 1024, 1 << 20
 # With peers, whose draws take long. A later round may need more (`Rows.grow`).
 PEERS_ROUNDS = 4
@@ -311,7 +311,8 @@ class Planner:
 
         Their peers count too.
         """
-        rounds = min(max(OWNED_DRAWS // self._clients_per_round, 64), OWNED_ROUNDS)
+        seen = self._clients_per_round if self._who is None else self.num_clients
+        rounds = min(max(OWNED_DRAWS // seen, 64), OWNED_ROUNDS)
         if self.graph is not None:
             rounds = PEERS_ROUNDS
         return max(

@@ -126,6 +126,20 @@ def test_a_client_that_equals_the_server_does_not_learn(compiled, start, problem
     assert not np.asarray(after.clients["has_learned"]).any()
 
 
+def test_nothing_is_learned_without_a_step(compiled, start, problem):
+    """The first long training is still to come where a client's time was up before."""
+    state, cohort = state_of(start), problem.cohort(1)
+    before = state.clients | {"has_learned": np.zeros(5, bool)}
+    plan = cohort.plans["local"]
+    still = plan.replace(num_steps=np.zeros_like(plan.num_steps))
+    run = compiled("fedala", floats=FLOATS)
+    for one, learns in ((plan, True), (still, False)):
+        given = state.replace(clients=before), cohort.replace(plans={"local": one})
+        after, *_ = run(*given)
+        assert np.asarray(after.clients["has_learned"]).any() == learns
+    chex.assert_trees_all_equal(after.clients["weight"], before["weight"])
+
+
 def test_the_mixture_serves(start, problem):
     """With the server's present model and the weights as last learned."""
     made, state = fedala.make(fedala.HParams(), problem.task_of()), state_of(start)
