@@ -279,16 +279,17 @@ def over_seeds(
     place: Callable[[Mapping[str, Any]], float] = lambda row: row["round"],
 ) -> tuple[list[float], np.ndarray, np.ndarray]:
     """Returns a metric's (place, mean, standard deviation) over seeds by round."""
-    of_round: dict[int, list[Mapping[str, Any]]] = {}
-    for row in run.records:
-        if None not in (row.get(metric), place(row)):
-            of_round.setdefault(row["round"], []).append(row)
-    groups = [of_round[one] for one in sorted(of_round)]
-    where = [float(np.mean([place(row) for row in group])) for group in groups]
-    values = [[scale * row[metric] for row in group] for group in groups]
-    mean = np.array([np.mean(one) for one in values])
-    spread = np.array([np.std(one, ddof=len(one) > 1) for one in values])
-    return where, mean, spread
+    rows = [r for r in run.records if None not in (r.get(metric), place(r))]
+    rounds = [row["round"] for row in rows]
+    _, index, count = np.unique(rounds, return_inverse=True, return_counts=True)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return np.bincount(index, values, len(count)) / count
+
+    values = scale * np.array([row[metric] for row in rows], float)
+    middle, where = mean(values), mean(np.array([place(row) for row in rows], float))
+    variance = mean((values - middle[index]) ** 2) * count / np.maximum(count - 1, 1)
+    return where.tolist(), middle, np.sqrt(variance)
 
 
 def client_values(run: Record, metric: str) -> np.ndarray | None:
