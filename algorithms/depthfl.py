@@ -211,7 +211,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     given = {"private": zeros, "beside": beside, "server_update": server_update}
     given["adapt"] = adapt
     made = levels.make(hparams, task, model, part, client_update, **given)
-    if len(levels.possible(hparams, task.num_clients)) > 1:
+    are_able = hparams.levels == "dynamic"  # so that each can hold every level
+    if not are_able and len(levels.possible(hparams, task.num_clients)) > 1:
         return made
     reason = "as all clients that take part can hold the same stages"
     return made._replace(unused={"h_denominator": reason})

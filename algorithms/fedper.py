@@ -149,12 +149,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return (fp.Serving.each(model, rows, shared=server, build=build),)
 
     is_whole = lowest == num_stages  # else the server has no whole model
-    params, _ = shapes.variables(model, task.example_shape)
-    limit = ""
-    if not jax.tree.leaves(params[lowest:]):
-        limit = "fedavg, as no layer with parameters is personal"
-    elif not jax.tree.leaves(params[: schedule.first]):
-        limit = "local, as no layer with parameters is shared"
+    whole, limit = shapes.variables(model, task.example_shape), ""
+    if not jax.tree.leaves(last_stages(whole)):
+        limit = "fedavg, as nothing of a model is personal"
+    elif not jax.tree.leaves([side[: schedule.first] for side in whole]):
+        limit = "local, as nothing of a model is shared"
     return fp.Algorithm(
         plans=(fp.plan(hparams),),
         messages=traffic.stages_both_ways(task, model),
@@ -191,4 +190,12 @@ def _schedule(hparams: HParams, task: fp.Task) -> boundary.Schedule:
                 f"would be personal; take {cure}"
             )
         return boundary.fixed(cut, model)
-    return boundary.schedule(hparams, model, shape)
+    found = boundary.schedule(hparams, model, shape)
+    shared = shapes.variables(model, shape).params[: found.last]
+    if hparams.head_epochs and not jax.tree.leaves(shared):
+        raise ValueError(
+            f"--head_epochs={hparams.head_epochs}: the boundary reaches layer "
+            f"{found.last}, up to which --model={model.name} has no parameters, and "
+            "the other epochs train nothing; raise --min_layer or --first_layer"
+        )
+    return found

@@ -52,7 +52,8 @@ def weighted_mean(rows: Any, weight: Any) -> Any:
     """The sum of weight[c] * leaf[c] over leaves [C, ...], ignoring rows of weight 0.
 
     `weight` is f32[C], or a prefix pytree of such, that sums to 1 (or to a chunk's part
-    of it). f32[C, ...] weighs every entry separately.
+    of it). f32[C, ...] weighs every entry separately. Each mean is of its leaf's dtype,
+    so that one of whole numbers is cut; give floats.
 
     Examples:
         >>> rows = {"w": jnp.array([[2.0, 4.0], [6.0, 8.0], [jnp.nan, 0.0]])}
@@ -117,9 +118,10 @@ def mix_peers(rows: Any, cohort: types.Cohort, weight: Any, *, known: Any = ()) 
     """The weighted mean of each client and its peers, leaves [C, ...].
 
     `rows` are the private rows, leaves [K, ...]. `weight` is f32[C, 1 + n] for the
-    client and its first n peers, n = 0..P, of any scale, or a prefix pytree of such
-    (other stages, other weights). A client without peers keeps its own model. Rows
-    travel behind `known`, as in `exchange.take`.
+    client and its first n peers, n = 0..P, non-negative and of any scale, or a prefix
+    pytree of such (other stages, other weights). Leaves of rows are floats. A client
+    without peers keeps its own model. Rows travel behind `known`, as in
+    `exchange.take`.
 
     Examples:
         >>> ids = jnp.arange(3)
@@ -174,7 +176,7 @@ def sum_held(
     """Sums over each client and those of its peers that hold an entry, leaves [C, ...].
 
     `held`, in the shapes of the private `rows`, becomes a mask of held entries by
-    `as_mask`. `weight` is f32[C, 1 + P] for the client and its peers, of any scale.
+    `as_mask`. `weight` is f32[C, 1 + P] for the client and its peers, non-negative.
     Returns (sum of weight times value, sum of weight), 0 for entries that no row holds.
     Rows travel behind `known`, as in `exchange.take`.
     """

@@ -112,7 +112,13 @@ class Division(NamedTuple):
         return tuple(leaf for leaf, is_sent in pairs if not is_sent)
 
     def joined(self, sent: Sequence[Any], kept: Sequence[Any]) -> types.Variables:
-        """The model of both parts."""
+        """The model of both parts; ValueError for other numbers of leaves."""
+        counts = self.is_sent.count(True), self.is_sent.count(False)
+        if (found := (len(sent), len(kept))) != counts:
+            raise ValueError(
+                f"joined: got {found[0]} leaves that travel and {found[1]} that stay, "
+                f"expected {counts[0]} and {counts[1]}"
+            )
         parts = iter(kept), iter(sent)
         leaves = [next(parts[is_sent]) for is_sent in self.is_sent]
         return jax.tree.unflatten(jax.tree.structure(self.like), leaves)
@@ -138,7 +144,8 @@ def divided(
                 f"{len(model.stage_names)} stages; give one for each"
             )
         is_sent = types.Variables(tuple(is_sent), tuple(is_sent))
-    return Division(like, tuple(jax.tree.leaves(jax.tree.broadcast(is_sent, like))))
+    every = jax.tree.leaves(jax.tree.broadcast(is_sent, like))
+    return Division(like, tuple(map(bool, every)))
 
 
 def splice(
@@ -270,9 +277,10 @@ def some_shared(name: str, model: types.Model, example_shape: tuple[int, ...]) -
     cure = "a later one, or --algo=local"
     if len(model.stage_names) == 1:
         cure = SEVERAL_STAGES
+    where = f"before --personal_from={name}" if name else "below its personal stages"
     raise ValueError(
-        f"--personal_from={name} leaves no parameters of --model={model.name} before "
-        f"it: nothing would be shared; take {cure}"
+        f"--model={model.name} has no parameters {where}: nothing would be shared; "
+        f"take {cure}"
     )
 
 

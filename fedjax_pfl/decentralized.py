@@ -107,8 +107,9 @@ class Mixed(NamedTuple):
 def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
     """Weights f32[C, 1 + P] of each client and its peers, for `mix`.
 
-    `kind` is `examples` (the train examples of each) or `uniform`.
+    `kind` is `examples` (the train examples of each) or `uniform`, else a ValueError.
     """
+    options.check_one_of("aggregation", kind, ("examples", "uniform"))
     source = jnp.concatenate([cohort.client_id[:, None], cohort.peer_clients], 1)
     if kind == "uniform":
         return jnp.ones(source.shape)
@@ -179,7 +180,16 @@ def make(
             = clients keep nothing but their models.
         shares: The entries of `Mixed.metrics` that are fractions.
     """
-    model = task.client_model
+    fields = [field.name for field in dataclasses.fields(Peers)]
+    if lacks := [name for name in fields if not hasattr(hparams, name)]:
+        raise ValueError(
+            f"decentralized.make got options {type(hparams).__name__}, which lack "
+            f"{lacks[0]}; let HParams extend decentralized.Peers"
+        )
+    model, unused = task.client_model, {}
+    if peers is not None and peers.draw is not None:
+        names = [name for name in fields if name != "shared_init"]
+        unused = dict.fromkeys(names, "as the algorithm draws a graph of its own")
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         def first(key: jax.Array) -> dict[str, Any]:
@@ -231,5 +241,6 @@ def make(
         serving=serving,
         trained=trained,
         peers=peers or peer_spec(hparams),
+        unused=unused,
         shares=shares,
     )

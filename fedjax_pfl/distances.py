@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import losses
+from fedjax_pfl import losses, options
 
 DISTANCES = ("kl", "norm", "js")
 JS_FORMS = ("true", "reversed")
@@ -41,8 +41,10 @@ def distance(
       temperature 1; the `js_form` `reversed` swaps the arguments of both terms.
 
     `student` and `target` are f32[B, W], where W is Y for logits and D for embeddings.
-    `mask` bool[B] has the real rows.
+    `mask` bool[B] has the real rows. Raises ValueError for another kind or form.
     """
+    options.check_one_of("distance", kind, DISTANCES)
+    options.check_one_of("js_form", js_form, JS_FORMS)
     target = jax.lax.stop_gradient(target)
     column = mask[:, None]
     # Padding rows are arbitrary. Equal finite rows have distance 0.

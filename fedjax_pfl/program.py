@@ -31,7 +31,7 @@ from fedjax_pfl import (
 )
 from fedjax_pfl.rows import exchange
 
-KEPT_PROGRAMS = 32  # more than a comparison has rows
+KEPT_PROGRAMS = 64  # more than there are methods
 
 
 class Compiled:
@@ -232,6 +232,7 @@ def made(
             f"algo: its make returned a {type(algorithm).__name__}, expected a "
             "fedjax_pfl.types.Algorithm"
         )
+    traffic.check(algorithm.messages)
     if not algorithm.by_architecture:
         _ = task.client_model  # refuses several
     return algorithm

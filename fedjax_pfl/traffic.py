@@ -1,5 +1,6 @@
 """Bytes of messages. Counts are small integers that the host multiplies in int64."""
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,27 @@ def stages_sent(
         for way, held in (("down", down), ("up", up))
         for stage, name in enumerate(model.stage_names)
     }
+
+
+def check(kinds: Sequence[types.MessageKind]) -> None:
+    """Refuses (ValueError) kinds of messages that cannot be counted apart."""
+    names = [kind.name for kind in kinds]
+    for kind in kinds:
+        if names.count(kind.name) > 1:
+            raise ValueError(
+                f"algo: two of its messages are called {kind.name!r}; give each a name "
+                "of its own, such as one for each direction"
+            )
+        if kind.direction not in ("up", "down"):
+            raise ValueError(
+                f"algo: its message {kind.name!r} has the direction "
+                f"{kind.direction!r}, expected 'up' or 'down'"
+            )
+        if not isinstance(kind.num_bytes, numbers.Integral) or kind.num_bytes < 0:
+            raise ValueError(
+                f"algo: its message {kind.name!r} has {kind.num_bytes!r} bytes, "
+                "expected a whole number"
+            )
 
 
 def counted(

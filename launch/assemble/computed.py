@@ -39,6 +39,7 @@ from launch.assemble import returned
 from launch.assemble.given import Settings
 
 _ROWS = 8  # of a batch of an evaluation that is traced
+_CLIENTS, _ROUNDS = 64, 3  # of a custom graph that are drawn
 _SETTING = execution.Setting(form="patches")
 
 
@@ -201,12 +202,10 @@ def of_algorithm(
         return _traced(functools.partial(fn, floats), *given)
 
     state = jax.eval_shape(functools.partial(first, floats), tables, key)
-    peers, graph = method.peers, []
-    if peers is not None and peers.draw is not None:  # whose repr has an address
-        peers, graph = peers._replace(draw=None), [fingerprint.of_python(peers.draw)]
+    peers, code = graph(method.peers)
     parts = [
         repr((method.plans, peers, method.messages, method.ships_proxy)),
-        *graph,
+        *([code, _drawn(method.peers, task.num_clients)] if code else []),
         traced(first, tables, key),
         traced(round, state, planner.cohort(0, 0), tables),
         traced(score, state, planner.drawn(0, 1), tables),
@@ -221,6 +220,27 @@ def of_algorithm(
             given = state, planner.drawn(0, 1), tables, members
             parts.append(traced(adapted, *given))
     return _joined(parts)
+
+
+def graph(peers: types.PeerSpec | None) -> tuple[types.PeerSpec | None, str]:
+    """A graph as something that is equal for equal ones, with the hash of its code.
+
+    Each call of an algorithm's `make` may define the function anew.
+    """
+    if peers is None or peers.draw is None:
+        return peers, ""
+    return peers._replace(draw=None), fingerprint.of_python(peers.draw)
+
+
+def _drawn(peers: types.PeerSpec, num_clients: int) -> str:
+    """What a custom graph draws for some clients in its first rounds, as text.
+
+    The hash of its code follows no helper and no global.
+    """
+    some = np.arange(min(num_clients, _CLIENTS))
+    given = some, num_clients, peers.num_peers
+    every = [peers.draw(0, round, *given) for round in range(_ROUNDS)]
+    return repr([[np.asarray(part).tolist() for part in one] for one in every])
 
 
 def sha256(parts: Mapping[str, str]) -> str:

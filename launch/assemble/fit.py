@@ -248,7 +248,7 @@ def check_points(
     if not line:
         return
     every = [entry.make(dataclasses.replace(hparams, **one), task) for one in points]
-    facts = [(made.plans, made.peers, made.messages) for made in every]
+    facts = [(made.plans, computed.graph(made.peers), made.messages) for made in every]
     if any(one != facts[0] for one in facts):
         raise ValueError(
             f"--sweep={line}: its points differ in plans, peers or messages; from "

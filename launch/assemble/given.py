@@ -52,10 +52,10 @@ class Settings(NamedTuple):
 
 @dataclasses.dataclass
 class Read:
-    """The data sets of experiments that are built together, each of which is read once.
+    """The data sets of experiments that are built together.
 
-    An object of Python may give other examples each time, such as one of torch with
-    random transforms. Of data sets that have a name the last one is kept.
+    An object of Python is read once, as it may give other examples each time, such as
+    one of torch with random transforms. Of data sets with a name the last one is kept.
     """
 
     objects: dict[Any, Any] = dataclasses.field(default_factory=dict)

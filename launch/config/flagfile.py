@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data import files, own_files
+from fedjax_pfl import measures
 from fedjax_pfl import options as options_lib
 from launch.config import algorithm_file, limits, registry, schema
 
@@ -157,12 +158,19 @@ class RunFlags:
         return out
 
     def completed(self, *values: Any) -> RunFlags:
-        """Adds the defaults of options that older files do not have."""
+        """Adds the defaults of options that older files do not have.
+
+        Earlier versions counted a list of names in `--eval_metrics` as custom code.
+        """
         fields = [field for one in values for field in dataclasses.fields(one)]
         known = {
             f.name: options_lib.text(f.default) for f in fields if f.default is not None
         }
-        return RunFlags(known | self.options, self.hashes, self.dropped)
+        hashes, metrics = dict(self.hashes), self.options.get("eval_metrics", "")
+        are_names = bool(metrics) and {*metrics.split(",")} <= measures.NAMES.keys()
+        if are_names and "computed_by" not in hashes:
+            hashes.pop("own_sha256", None)
+        return RunFlags(known | self.options, hashes, self.dropped)
 
     def changed(self, now: RunFlags) -> list[str]:
         """The names of the parts of a run's identity that have changed.

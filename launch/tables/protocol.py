@@ -136,9 +136,9 @@ class Study:
             variants += [self.asked.seeds] * len(finals)
             known = filter(None, [*first, *finals])
             done = [one for one in known if self.schedule.is_finished(one)]
-            options = self.schedule.trial(setting, base, "", {"num_seeds": 1}).options
-            name = ", ".join(filter(None, [base, setting]))
-            self._need_python(name, options)
+            one = self.schedule.trial(setting, base, "", {"num_seeds": 1})
+            name, options = ", ".join(filter(None, [base, setting])), one.options
+            self._need_python(one)
             with self._read.used():
                 made = experiment(**options)
             found.append(estimates.of(made, name, variants, len(done)))
@@ -365,29 +365,34 @@ class Study:
         made.folder.reopen(round)
         return made
 
-    def _need_python(self, name: str, options: Mapping[str, Any]) -> None:
+    def _need_python(self, trial: trials.Trial) -> None:
         """Refuses an opened study whose data or methods Python or a file gave."""
-        is_file = algorithm_file.is_one(options["algo"])
-        if not self._is_opened or not (is_file or trials.is_of_python(options)):
+        if not self._is_opened:
             return
-        every = [own["algo"] for own in self.asked.methods.values()]
-        if files_of := [one for one in every if algorithm_file.is_one(one)]:
+        algo = self.asked.methods[trial.base]["algo"]
+        others = {n: value for n, value in trial.options.items() if n != "algo"}
+        is_file, needs = algorithm_file.is_one(algo), trials.is_of_python(others)
+        if not (is_file or trials.is_of_python(trial.options)):
+            return
+        if is_file:
+            more, rest = " and what Python gave" * needs, ", ..." * needs
+            alone = f"{str(self.schedule.path(trial))!r}, algo={algo!r}{rest}"
             raise ValueError(
-                f"{name} needs what Python gave, or the code in {', '.join(files_of)}, "
-                "which an opened study does not read; run the study again with its "
-                f"file or call, or open a run of {self.folder / 'runs'} alone, as "
-                f"build.load(RUN, algo={files_of[0]!r})"
+                f"{trial.name} needs the code in {algo}{more}, which an opened study "
+                "does not read; run the study again with its file or call, or open "
+                f"this run alone: build.load({alone})"
             )
         where = "the study's own folder, not a packed one"
         if self._temporary is None:
             where = f"folder={str(self.folder)!r}"
         raise ValueError(
-            f"{name} needs what Python gave; call build.study(...) again with {where}"
+            f"{trial.name} needs what Python gave; call build.study(...) again with "
+            f"{where}"
         )
 
     def _experiment(self, trial: trials.Trial) -> Experiment:
         """A trial's run with its folder."""
-        self._need_python(trial.name, trial.options)
+        self._need_python(trial)
         given = trial.options | {
             "workdir": str(self.schedule.path(trial)),
             "resume": True,

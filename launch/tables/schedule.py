@@ -47,7 +47,7 @@ class Schedule:
         if every.get("computed"):  # nor of what own code computes, lately
             hashes, kept = hashes | {"computed": every["computed"]}, hashes
         keys = (trials.as_json(given | {"hashes": one}) for one in (hashes, kept))
-        return trials.Trial("/".join(names) + label, given, *keys)
+        return trials.Trial("/".join(names) + label, given, *keys, base)
 
     def tuned(self, setting: str, base: str) -> dict[str, list[str]]:
         """The options in which a method is tuned, as in `tuning.ways`."""

@@ -22,13 +22,14 @@ _IN_PYTHON = "given in Python"
 class Trial(NamedTuple):
     """A run of a study: its folder below `runs`, its options, and these as JSON.
 
-    `before` is the `key` that earlier versions gave it.
+    `before` is the `key` that earlier versions gave it, and `base` its method's row.
     """
 
     name: str
     options: dict[str, Any]
     key: dict[str, Any]
     before: dict[str, Any]
+    base: str
 
 
 class _Limit(loop.Listener):

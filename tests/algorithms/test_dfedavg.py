@@ -247,7 +247,7 @@ def test_a_file_s_graph_is_part_of_the_data(blobs, tmp_path):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"personal_from": "dense1"}, "--personal_from=dense1 leaves no parameters"),
+        ({"personal_from": "dense1"}, "no parameters before --personal_from=dense1"),
         ({"personal_from": "F9"}, "--personal_from=F9: .*dense1, dense2, last"),
     ],
 )

@@ -281,7 +281,7 @@ def test_nothing_would_be_personal(algo, problem):
         (
             "fedrep",
             {"personal_from": "dense1", "head_epochs": 1},
-            "=dense1 .*nothing would be shared; take a later one, or --algo=local",
+            "=dense1: nothing would be shared; take a later one, or --algo=local",
         ),
         ("fedper_plus", {"min_layer": 4}, "--min_layer=4: expected at most 3"),
         (
@@ -305,6 +305,27 @@ def test_refused(algo, options, line, problem):
     """One line with the flag, what came and what to change."""
     with pytest.raises(ValueError, match=line):
         make(algo, problem, **options)
+
+
+def test_a_first_layer_without_parameters(problem):
+    """FedRep+ has nothing to train after its heads; what FedPer+ shares is nothing."""
+
+    flat = nn.Sequential([lambda x: x.reshape(len(x), -1)])
+    net = own_lib.chain([flat, nn.Dense(5), nn.Dense(3)])
+    given = {"first_layer": 1, "drop_every": 0}
+    line = "the boundary reaches layer 1, up to which --model=.* has no parameters, and"
+    with pytest.raises(ValueError, match=line):
+        make("fedrep_plus", problem, problem.task_of(net), **given, head_epochs=1)
+    made = make("fedper_plus", problem, problem.task_of(net), **given)
+    assert made.same_as.startswith("local, ")
+
+
+def test_statistics_may_be_all_that_is_personal(problem):
+    """Then it is not FedAvg."""
+    norm = nn.BatchNorm(use_running_average=False, use_bias=False, use_scale=False)
+    flat = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)])
+    net = own_lib.chain([flat, norm])
+    assert make("fedper", problem, problem.task_of(net)).same_as == ""
 
 
 @pytest.mark.parametrize(("algo", "lowest"), [("fedrep", 2), ("fedrep_plus", 1)])

@@ -231,3 +231,15 @@ def test_a_division_has_a_bool_for_each_stage(count):
     model = models.MODELS["mlp"](10)
     with pytest.raises(ValueError, match=f"^divided: {count} bools, mlp has 3 stages;"):
         boundary.divided([True] * count, model, (28, 28, 1))
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array, list])
+def test_a_division_by_arrays_of_bools(kind):
+    """As by a list of them; parts of other numbers of leaves are refused."""
+    model = models.MODELS["mlp"](10)
+    made = boundary.divided(kind([True, True, False]), model, (28, 28, 1))
+    sent, kept = made.sent(made.like), made.kept(made.like)
+    assert (len(sent), len(kept)) == (4, 2)
+    assert made.joined(sent, kept) == made.like
+    with pytest.raises(ValueError, match="got 3 leaves that travel and 2 that stay"):
+        made.joined(sent[1:], kept)

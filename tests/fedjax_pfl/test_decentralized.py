@@ -1,6 +1,7 @@
 """Rounds without a server, with a client update that needs no training."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -25,6 +26,7 @@ from launch import build
 from tests import counted, synthetic
 from tests.algorithms import plain
 from tests.fedjax_pfl import small
+from tests.toys import gossip
 
 MIX = jax.jit(decentralized.mix, static_argnums=2)
 SIZES = [4, 1, 3, 2]
@@ -440,3 +442,29 @@ def test_a_client_is_measured_at_two_moments(blobs):
     assert experiment.summary()["metrics"]["trained_accuracy"]["per_seed"] == [
         record["trained_accuracy"]
     ]
+
+
+def test_graphs_and_options_that_are_incomplete():
+    """One line says what came, of options, weights and draws."""
+    task = SimpleNamespace(client_model=None)
+    with pytest.raises(ValueError, match="SimpleNamespace, which lack num_peers; let"):
+        decentralized.make(SimpleNamespace(), task, None, None, messages=())
+    cohort = drawn("ring", 0, 5)
+    with pytest.raises(ValueError, match="--aggregation=unifrom: .*mean uniform"):
+        decentralized.weights("unifrom", cohort, None)
+
+    def flat(seed, round, client, num_clients, num_peers):
+        return (client + 1) % num_clients, np.ones(len(client), bool)
+
+    class Flat:
+        HParams = gossip.HParams
+
+        def make(hparams, task):
+            made = gossip.make(hparams, task)
+            return made._replace(peers=types.PeerSpec(2, draw=flat))
+
+    given = {"algo": Flat, "preset": "none", "model": "mlp", "num_clients": 5}
+    with pytest.raises(
+        ValueError, match=r"gave peers \[5\] and a mask \[5\]; expected"
+    ):
+        build.experiment(**given, rounds=1)

@@ -163,3 +163,11 @@ def test_safe_sqrt():
     root, pull = jax.vjp(distances.safe_sqrt, square)
     np.testing.assert_array_equal(root, [0, 2, 3])
     np.testing.assert_allclose(pull(jnp.ones(3))[0], [0, 1 / 4, 1 / 6], rtol=1e-6)
+
+
+def test_kinds_that_are_none():
+    """One that is nearly a kind is not taken for another."""
+    given = jnp.ones((2, 3)), jnp.zeros((2, 3)), jnp.ones(2, bool)
+    for kind, more in (("KL", {}), ("mse", {}), ("js", {"js_form": "True"})):
+        with pytest.raises(ValueError, match="expected one of"):
+            distances.distance(kind, *given, **more)

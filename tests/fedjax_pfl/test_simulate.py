@@ -501,9 +501,13 @@ def test_second_experiment_compiles_nothing(unequal, caplog):
     assert second.hparams.client_lr == 0.3
 
 
-def test_kept_programs_hold_no_data(unequal):
+def test_kept_programs_hold_no_data(unequal, tmp_path):
     """An experiment's tables and state go with it, though its program stays."""
-    experiment = make(unequal, seed=11)
+    # Runs that have the same examples share them, and no other run has these.
+    with np.load(unequal.partition(":")[2]) as file:
+        arrays = {**file}
+    np.savez(tmp_path / "own.npz", **arrays | {"x": 255 - arrays["x"]})
+    experiment = make(f"npz:{tmp_path / 'own.npz'}", seed=11)
     experiment.run()
     program_of = experiment.program.rounds
     alive = [

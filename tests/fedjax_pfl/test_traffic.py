@@ -23,6 +23,22 @@ def test_bytes_are_counted_in_int64():
     assert traffic.cumulative(np.zeros(0), ()) == {"bytes_up": 0, "bytes_down": 0}
 
 
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (("a", "down", 7), "two of its messages are called 'a'"),
+        (("c", "upload", 7), "message 'c' has the direction 'upload'"),
+        (("c", "up", 12.5), "message 'c' has 12.5 bytes"),
+        (("c", "up", -1), "message 'c' has -1 bytes"),
+    ],
+)
+def test_kinds_that_cannot_be_counted(kind, line):
+    """One line about an algorithm's declaration."""
+    traffic.check(KINDS)
+    with pytest.raises(ValueError, match=line):
+        traffic.check((*KINDS, types.MessageKind(*kind)))
+
+
 def test_messages_and_bytes_of_each_kind():
     """In Python's integers, however many there are."""
     found = traffic.by_kind(np.array([5000, 3], np.int32), KINDS)

@@ -275,6 +275,37 @@ def test_a_graph_is_known_by_its_code():
     assert len(set(found)) == 1
 
 
+HOPS = {"by": 1}
+
+
+def hops(client):
+    return client[:, None] + HOPS["by"]
+
+
+class Hopping:
+    """Its graph has a helper and a global, and is made anew by each `make`."""
+
+    HParams = gossip.HParams
+
+    def make(hparams, task):
+        def draw(seed, round, client, num_clients, num_peers):
+            found = np.repeat(hops(client) % num_clients, num_peers, 1)
+            return found, np.ones(found.shape, bool)
+
+        made = gossip.make(hparams, task)
+        return made._replace(peers=made.peers._replace(draw=draw))
+
+
+def test_a_graph_is_known_by_what_it_draws(monkeypatch):
+    """An edited global or helper is another graph, and a sweep has one."""
+    given = BASE | {"algo": Hopping}
+    first = build.experiment(**given).computed_sha256
+    assert build.experiment(**given).computed_sha256 == first
+    assert len(build.experiment(**given, sweep="client_lr=0.1,0.2").points) == 2
+    monkeypatch.setitem(HOPS, "by", 2)
+    assert build.experiment(**given).computed_sha256 != first
+
+
 def test_a_comment_is_not_an_edit():
     """Text and names of functions do not count."""
 

@@ -361,13 +361,16 @@ def test_a_row_of_a_file_in_an_opened_study(tmp_path):
     text = "from algorithms.fedavg import HParams, make"
     path = tmp_path / "mine.py"
     path.write_text(text)
-    rows, given = {"Mine": {"algo": str(path)}}, {"seeds": 1, "tune": {}, "control": ""}
+    rows = {"Mine": {"algo": str(path)}, "local": {"algo": "local"}}
+    given = {"seeds": 1, "tune": {}, "control": ""}
     study = made(tmp_path / "study", rows, **given).run(progress=False)
     opened = build.load(study.folder)
-    line = re.escape(f"the code in {path}, which an opened study does not read; run")
-    with pytest.raises(ValueError, match=f"{line}.*{study.folder}/runs alone") as told:
+    with pytest.raises(ValueError, match=f"^mine needs the code in {path} and") as told:
         opened.load("Mine")
-    assert str(told.value).endswith(f"build.load(RUN, algo={str(path)!r})")
+    alone = str(study.folder / "runs" / "mine")
+    assert str(told.value).endswith(f"build.load({alone!r}, algo={str(path)!r}, ...)")
+    with pytest.raises(ValueError, match="^local needs what Python gave; call"):
+        opened.load("local")
     alone = build.load(study.folder / "runs" / "mine", algo=path, dataset=(X, Y))
     assert alone.round == 3
 

@@ -673,13 +673,53 @@ def test_all_layers_are_of_one_side(algo, options, other):
     common = {"model": "mlp", "num_clients": 4, "rounds": 2, "local_epochs": 2}
     given = {"preset": "none", "client_lr": 0.1, "model_width": 0.25} | common
     options |= {"head_epochs": 1} if "fedrep" in algo else {}
+    side = "personal" if other == "fedavg" else "shared"
     made = build.experiment(algo=algo, **given | options)
     (line,) = (one for one in made.notes if f"the method {other}" in one)
-    assert line.endswith(f", and results are called {algo}")
+    assert line.endswith(f" of a model is {side}, and results are called {algo}")
     both = made, build.experiment(algo=other, **given)
     metrics = [one.run(progress=False)["metrics"] for one in both]
     losses = [one["client_loss"]["per_seed"] for one in metrics]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("algo", "name", "value", "more"),
+    [
+        ("feddyn", "h_denominator", "capable", {}),
+        (
+            "depthfl",
+            "h_denominator",
+            "capable",
+            {"levels": "dynamic"},
+        ),
+        ("fedict", "temperature", 4.0, {"distill_weight": 0}),
+        ("fedict", "server_epochs", 3, {"distill_weight": 0}),
+        (
+            "cdkt",
+            "transfer",
+            "full",
+            {"client_distill_weight": 0, "server_distill_weight": 0},
+        ),
+        ("fedd2s", "temperature", 4.0, {"first_layer": 1}),
+        ("uapdfl", "client_dropout", False, {"divergence_threshold": 0}),
+    ],
+)
+def test_options_at_an_edge_of_another(algo, name, value, more):
+    """A line says that they have no effect, and none where they have."""
+    given = {"algo": algo, "preset": "none", "model": "mlp", "num_clients": 4}
+    given |= {"rounds": 2, "model_width": 0.25, name: value}
+    needs = {
+        "depthfl": {"model": "depth_convnet", "image_size": 32},
+        "cdkt": {"proxy_fraction": 0.1},
+        "uapdfl": {"num_peers": 2},
+    }
+    given |= needs.get(algo, {})
+    found = [
+        [one for one in build.experiment(**options).notes if f"--{name}=" in one]
+        for options in (given | more, given)
+    ]
+    assert "has no effect" in found[0][0] and len(found[1]) == (not more)
 
 
 def test_a_sweep_that_ends_in_another_method():
