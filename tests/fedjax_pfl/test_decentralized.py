@@ -444,6 +444,14 @@ def test_a_client_is_measured_at_two_moments(blobs):
     ]
 
 
+def test_options_of_a_graph_beside_ones_own():
+    """A line says that they have no effect."""
+    given = {"algo": gossip, "preset": "none", "model": "mlp", "num_clients": 5}
+    made = build.experiment(**given, rounds=1, topology="ring", num_peers=2)
+    lines = [one for one in made.notes if "a graph of its own" in one]
+    assert [one.partition("=")[0] for one in lines] == ["--num_peers", "--topology"]
+
+
 def test_graphs_and_options_that_are_incomplete():
     """One line says what came, of options, weights and draws."""
     task = SimpleNamespace(client_model=None)

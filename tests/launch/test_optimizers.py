@@ -307,6 +307,19 @@ def test_other_frames_take_a_custom_one():
         assert np.isfinite(experiment.predict(0, image)).all(), algo
 
 
+def test_a_mask_by_stage_keeps_its_state():
+    """The moments of the second stage alone, in each of four clients' rows."""
+
+    def masked(learning_rate):
+        return optax.masked(optax.adam(learning_rate), (False, True))
+
+    model, given = [nn.Dense(4), nn.Dense(2)], {"optimizer_state": "persist"}
+    run = ran(model=model, client_optimizer=masked, **given)
+    assert not [one for one in run.notes if "optimizer_state" in one]
+    moments = [leaf.shape for leaf in jax.tree.leaves(run.state.opt_state)]
+    assert sorted(moments) == sorted([(1, 4), *[(1, 4, 2), (1, 4, 4, 2)] * 2])
+
+
 def test_noise_of_clients_and_of_servers_differs():
     """Between clients, rounds and seeds, though the key is the same."""
 
