@@ -97,12 +97,7 @@ def make(
         >>> experiment.run(progress=False)["metrics"]["global_accuracy"]["mean"]
         1.0
     """
-    names = [field.name for field in dataclasses.fields(Averaging)]
-    if lacks := [name for name in names if not hasattr(hparams, name)]:
-        raise ValueError(
-            f"averaging.make got options {type(hparams).__name__}, which lack "
-            f"{lacks[0]}; let HParams extend averaging.Averaging"
-        )
+    options.check_extends(hparams, Averaging, "averaging.make")
     if upload is not None and (step is None or sent is not None):
         raise ValueError("averaging.make(upload=) needs step= and excludes sent=")
     if upload_bytes != 0 and (upload is None or not _is_size(upload_bytes)):

@@ -180,16 +180,12 @@ def make(
             = clients keep nothing but their models.
         shares: The entries of `Mixed.metrics` that are fractions.
     """
-    fields = [field.name for field in dataclasses.fields(Peers)]
-    if lacks := [name for name in fields if not hasattr(hparams, name)]:
-        raise ValueError(
-            f"decentralized.make got options {type(hparams).__name__}, which lack "
-            f"{lacks[0]}; let HParams extend decentralized.Peers"
-        )
+    options.check_extends(hparams, Peers, "decentralized.make")
     model, unused = task.client_model, {}
     if peers is not None and peers.draw is not None:
-        names = [name for name in fields if name != "shared_init"]
+        names = [field.name for field in dataclasses.fields(Peers)]
         unused = dict.fromkeys(names, "as the algorithm draws a graph of its own")
+        del unused["shared_init"]
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         def first(key: jax.Array) -> dict[str, Any]:

@@ -246,6 +246,17 @@ def check_one_of(name: str, value: Any, known: Collection[Any], hint: str = "") 
         raise ValueError(f"--{name}={value}: expected one of {listed}{hint}{near}")
 
 
+def check_extends(values: Any, base: type, caller: str) -> None:
+    """Refuses (ValueError) options for `caller` that lack some of those of `base`."""
+    names = [field.name for field in dataclasses.fields(base)]
+    if lacks := [name for name in names if not hasattr(values, name)]:
+        where = f"{base.__module__.rpartition('.')[2]}.{base.__name__}"
+        raise ValueError(
+            f"{caller} got options {type(values).__name__}, which lack {lacks[0]}; let "
+            f"HParams extend {where}"
+        )
+
+
 def check_at_most(name: str, value: Any, most: Any, why: str) -> None:
     """Refuses, with a ValueError, a number above `most`; `why` says what that is."""
     if value > most:

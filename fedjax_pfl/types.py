@@ -745,7 +745,7 @@ class Algorithm(NamedTuple):
         unused: Options without an effect on this task, and the reason for each, such as
             `without a proxy set`. A run with one of them notes the reason.
         same_as: The method of another name that this one is on this task, and why, such
-            as `fedavg, as no layer is personal`. A run notes it.
+            as `fedavg, as nothing of a model is personal`. A run notes it.
         serves_adapted: Whether `serving` adapts models to the clients' own rows, also
             for clients that never train.
         is_among_zeros: Whether a chunk computes narrower clients in the form of the

@@ -33,14 +33,11 @@ def made(
     config, source = settings.config, settings.source
     fixed = config.partition_seed
     drawn_by = [fixed if fixed >= 0 else seed for seed in seeds]
-    drawn = {
-        one: partitions.split(source, _spec(config, one), one)
-        for one in dict.fromkeys(drawn_by)
-    }
-    splits = [drawn[one] for one in drawn_by]
+    each = [*dict.fromkeys(drawn_by)]
+    splits = [partitions.split(source, _spec(config, one), one) for one in each]
     if config.export_partition:
         _export(settings, splits)
-    splits, vals = _with_validation(settings, splits, drawn_by)
+    splits, vals = _with_validation(settings, splits, each)
     image, label = source.image, source.label
     if settings.public is not None:
         # Public rows follow those of the data set, and their labels are never read.
@@ -50,9 +47,13 @@ def made(
         label = np.concatenate([label, np.zeros(len(settings.public), label.dtype)])
     others: list[Any] = []
     if resolve.num_unseen(config):
-        pairs = zip(splits, _unseen(settings, drawn_by), strict=True)
+        pairs = zip(splits, _unseen(settings, each), strict=True)
         pairs = [partitions.without_unseen(one, unseen) for one, unseen in pairs]
         splits, others = map(list, zip(*pairs, strict=True))
+    places = [each.index(one) for one in drawn_by]
+    splits, vals, others = (
+        [kind[at] for at in places] if kind else [] for kind in (splits, vals, others)
+    )
     lines = notes.of_clients(config, source, splits, vals)
     stacked = partitions.stack(splits, vals, others)
     if not (stacked.test.row >= 0).any(1).all():

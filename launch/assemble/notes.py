@@ -63,16 +63,14 @@ def of_options(
                 "its bytes are 0, also in tables, and a clock has none to wait for"
             )
     found = [registry.departure(config.algo, vars(one)) for one in points]
-    out += dict.fromkeys(
-        f"--algo={config.algo} with {other.flags} is the method {other.name}, and "
-        f"results are called {config.algo}"
-        for other in filter(None, found)
-    )
+    others = [(other.flags, other.name) for other in filter(None, found)]
     if at_points and at_points[0].same_as:
-        out.append(
-            f"--algo={config.algo} with these options is the method "
-            f"{at_points[0].same_as}, and results are called {config.algo}"
-        )
+        others.append(("these options", at_points[0].same_as))
+    out += dict.fromkeys(
+        f"--algo={config.algo} with {flags} is the method {other}, and results are "
+        f"called {config.algo}"
+        for flags, other in others
+    )
     if isinstance(hparams, local_training.LocalTraining):
         out += _of_optimizers(config, hparams, asked)
     if config.summary == "best":

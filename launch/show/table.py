@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import html as html_lib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,11 +87,10 @@ class Table(NamedTuple):
     def heads(self, has_unit: bool = True) -> list[str]:
         """A title for each column, with the unit of its texts or without."""
         many = len({one.setting for one in self.columns}) > 1
-        pairs = [(one.setting * many, one.metric) for one in self.columns]
-        titles = [_head(one) if has_unit else one.title for _, one in pairs]
+        title = _head if has_unit else operator.attrgetter("title")
         return [
-            ", ".join(filter(None, [setting, title]))
-            for (setting, _), title in zip(pairs, titles, strict=True)
+            ", ".join(filter(None, [one.setting * many, title(one.metric)]))
+            for one in self.columns
         ]
 
     def _lines(

@@ -139,8 +139,7 @@ class Study:
             one = self.schedule.trial(setting, base, "", {"num_seeds": 1})
             name, options = ", ".join(filter(None, [base, setting])), one.options
             self._need_python(one)
-            with self._read.used():
-                made = experiment(**options)
+            made = self._built(options)
             found.append(estimates.of(made, name, variants, len(done)))
         return estimates.Estimate(found)
 
@@ -390,6 +389,11 @@ class Study:
             f"{where}"
         )
 
+    def _built(self, options: Mapping[str, Any]) -> Experiment:
+        """A run on the study's data, which are read once."""
+        with self._read.used():
+            return experiment(**options)
+
     def _experiment(self, trial: trials.Trial) -> Experiment:
         """A trial's run with its folder."""
         self._need_python(trial)
@@ -397,8 +401,7 @@ class Study:
             "workdir": str(self.schedule.path(trial)),
             "resume": True,
         }
-        with self._read.used():
-            made = experiment(**given)
+        made = self._built(given)
         known, changed = trial.key["hashes"], ""
         # Trials that tune are known by the clients of their first seed, and in earlier
         # versions by those of all seeds of the study.
