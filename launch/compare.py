@@ -20,7 +20,7 @@ from launch.experiment import Experiment, experiment
 from launch.machine import processes
 from launch.run import loop
 from launch.run.progress import of_several
-from launch.show import frames, words
+from launch.show import derived, frames, words
 
 if TYPE_CHECKING:
     import pandas
@@ -107,13 +107,18 @@ class Comparison(Mapping):
         return pandas.concat(parts, names=["algo"]).reset_index("algo")
 
     def summary(
-        self, control: str = "", until: float | None = None
+        self,
+        control: str = "",
+        until: float | None = None,
+        target: float | None = None,
     ) -> pandas.DataFrame:
         """One line for each algorithm: its metrics by the summary rule.
 
         With a `control`, the name of one of them, also `hurt`, `gain`, `until_rounds`
         and others, see `derived.of`; `until` is the share of its result, by default
-        0.95. Raises a ValueError for a share without a control.
+        0.95. With a `target`, a value such as 0.8, `until_rounds` and its like wait for
+        this value, with or without a control. Raises a ValueError for a share without a
+        control.
         """
         if until is not None and not control:
             raise ValueError(
@@ -121,8 +126,8 @@ class Comparison(Mapping):
                 f"of {', '.join(self)}"
             )
         frame = frames.summaries(self._experiments)
-        share = 0.95 if until is None else until
-        return frames.beside(frame, self._experiments, control, share)
+        goal = derived.goal(until, target)
+        return frames.beside(frame, self._experiments, control, goal)
 
     def table(
         self,
@@ -130,14 +135,15 @@ class Comparison(Mapping):
         *,
         control: str = "",
         test: str = "wilcoxon",
-        until: float = 0.95,
+        until: float | None = None,
+        target: float | None = None,
     ) -> Table:
         """The results as a table for a paper, see `launch.show.table.made`.
 
         It is Markdown as text, and has `to_latex()`, `to_html()` and `to_frame()` with
         p-values. Experiments that are not finished have no values.
         """
-        return frames.table(self._experiments, metrics, control, test, until)
+        return frames.table(self._experiments, metrics, control, test, until, target)
 
     def plot(self, kind: str = "curves", metric: str = "", **how: str) -> Any:
         """A picture of `launch.plot` with all of them; see `Experiment.plot`."""
@@ -218,7 +224,7 @@ def _compared(algos: Any, options: Mapping[str, Any]) -> Comparison:
     known = {*custom.ONLY_IN_PYTHON}.union(*fields)
     if odd := [name for name in options if name not in known]:
         cure = registry.meant(odd[0], known) or "; omit it"
-        if odd[0] in ("control", "until"):
+        if odd[0] in ("control", "until", "target"):
             cure = f"; give it to table() or summary(), as compare(...).table({odd[0]}="
             cure += "...)"
         raise ValueError(f"--{odd[0]} is a flag of none of {', '.join(runs)}{cure}")

@@ -6,7 +6,7 @@ All are by seed, in the form of a summary's metric: {mean, std, per_seed}.
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,30 @@ _OF_MODEL = re.compile(r"client_(?:accuracy|perplexity|masked_perplexity)_(\w+)"
 _FINE_TUNED = re.compile(r"(val_)?(unseen_|)fine_tuned_(.*)")
 
 
+class Goal(NamedTuple):
+    """What `until_...` wait for: a `share` of the control's result, or a `value`."""
+
+    share: float = 0.95
+    value: float | None = None
+
+
+def goal(until: float | None, target: float | None) -> Goal:
+    """The goal of a table's arguments; a ValueError of one line if one is odd."""
+    for name, value, such in (("until", until, "share"), ("target", target, "value")):
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if value is not None and not (is_number and value > 0):
+            example = {"share": "0.95", "value": "0.8"}[such]
+            raise ValueError(
+                f"{name}={value!r}: expected a {such} above 0, such as {example}"
+            )
+    if until is not None and target is not None:
+        raise ValueError(
+            f"until={until} is a share of the control's result and target={target} a "
+            "value itself; give one of them"
+        )
+    return Goal(value=target) if until is None else Goal(until)
+
+
 def main_metric(runs: Sequence[Record]) -> str:
     """The accuracy of the clients' models, or their perplexity, in runs of one kind.
 
@@ -43,6 +67,16 @@ def main_metric(runs: Sequence[Record]) -> str:
     names = [f"client_{record.measured(runs[0])}", "client_masked_perplexity"]
     found = set().union(*(run.summary["metrics"] for run in runs))
     return next((name for name in names if name in found), names[0])
+
+
+def followed(runs: Sequence[Record]) -> str:
+    """The metric of `until_...`: the main one, or the server's if clients have none."""
+    main = main_metric(runs)
+    found = set().union(*(run.summary["metrics"] for run in runs))
+    servers = main.replace("client_", "global_"), main.removeprefix("client_")
+    has_clients = main.replace("client_", "trained_") in found
+    others = () if has_clients else servers
+    return next((name for name in (main, *others) if name in found), main)
 
 
 def metric(name: str, runs: Sequence[Record]) -> words.Metric:
@@ -106,7 +140,7 @@ def fine_tuned(run: Record) -> Record:
 
 
 def of(
-    name: str, run: Record, control: Record | None, share: float
+    name: str, run: Record, control: Record | None, goal: Goal
 ) -> dict[str, Any] | None:
     """A metric of `TITLES` for a run, None where it is not known.
 
@@ -114,16 +148,14 @@ def of(
     * gain: the mean over clients of the value less the control's;
     * bottom_decile: the mean over the worst tenth of the clients;
     * until_rounds, until_mb, until_clock: the first evaluated round after which the
-      mean over clients reaches `share` of the control's result, with its messages and
-      simulated seconds. Seeds that never do are left out and said.
+      metric of `followed` reaches the goal, with its messages and simulated seconds.
+      Seeds that never do are left out and said.
 
-    Raises a ValueError if `share` is not above 0.
+    Raises a ValueError for a goal above 1 of an accuracy.
     """
-    if not isinstance(share, numbers.Real) or not share > 0:
-        raise ValueError(f"until={share!r}: expected a share above 0, such as 0.95")
     if name in PLACES:
         _, place = curves.PLACES[PLACES[name]]
-        return control and _until(run, control, share, place)
+        return _until(run, control, goal, place)
     kind = main_metric([run])
     runs = [run] if name == "bottom_decile" else [run, control]
     if control is None and len(runs) > 1:
@@ -160,16 +192,26 @@ def of(
 
 
 def _until(
-    run: Record, control: Record, share: float, place: Callable[..., float]
+    run: Record, control: Record | None, goal: Goal, place: Callable[..., float]
 ) -> dict[str, Any] | None:
-    kind = main_metric([run])
-    aims = control.summary["metrics"].get(kind, {}).get("per_seed", ())
-    if len(aims) != len({row["seed"] for row in run.records}):
+    kind = followed([run])
+    how, seeds = words.metric(kind), {row["seed"] for row in run.records}
+    is_lower = how.better == "lower"
+    if goal.value is not None:
+        if how.unit == "%" and goal.value > 1:
+            raise ValueError(
+                f"target={goal.value:g}: {how.title} is a fraction; give "
+                f"{goal.value / 100:g}"
+            )
+        goals = [goal.value] * len(seeds)
+    else:
+        entry = control.summary["metrics"].get(kind, {}) if control else {}
+        share = 1 / goal.share if is_lower else goal.share
+        goals = [share * aim for aim in entry.get("per_seed", ())]
+    if len(goals) != len(seeds):
         return None
-    lower = words.metric(kind).better == "lower"
-    goals = [aim / share if lower else share * aim for aim in aims]
     try:
-        found = curves.until(run.records, kind, goals, place, -1 if lower else 1)
+        found = curves.until(run.records, kind, goals, place, -1 if is_lower else 1)
     except KeyError:
         return None  # records without a clock
     has = [index for index, one in enumerate(found) if np.isfinite(one)]

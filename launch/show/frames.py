@@ -136,7 +136,8 @@ def table(
     metrics: Sequence[str],
     control: str,
     test: str,
-    until: float,
+    until: float | None,
+    target: float | None,
 ) -> Table:
     """The table of `table.made` for runs in memory, each point of a sweep as a row.
 
@@ -153,7 +154,7 @@ def table(
         found = _runs(one)
         runs |= zip(record.names_by_point([found], [name]), found, strict=True)
     _check_control(control, runs)
-    return table_lib.made({"": runs}, metrics, control, test, until)
+    return table_lib.made({"": runs}, metrics, control, test, until, target)
 
 
 def _check_control(control: str, known: Mapping[str, Any]) -> None:
@@ -162,27 +163,33 @@ def _check_control(control: str, known: Mapping[str, Any]) -> None:
 
 
 def beside(
-    frame: pandas.DataFrame, experiments: Mapping[str, Run], control: str, until: float
+    frame: pandas.DataFrame,
+    experiments: Mapping[str, Run],
+    control: str,
+    goal: derived.Goal,
 ) -> pandas.DataFrame:
-    """The frame of `summaries` with columns of `derived`, if there is a control.
+    """The frame of `summaries` with columns of `derived`.
 
+    With a control these are all, and without one, if the goal is a value, `until_...`.
     Runs that diverged or are not over have no values there, and it has no such columns
     if the control is one. Raises a ValueError if there is no such run, or one is a
     sweep.
     """
-    if not control:
+    if not control and goal.value is None:
         return frame
     _check_control(control, experiments)
     runs = {}
     for name, one in experiments.items():
         if one.config.sweep:
-            raise ValueError(f"control={control}: {name} is a sweep; omit it")
+            what = f"control={control}" if control else f"target={goal.value}"
+            raise ValueError(f"{what}: {name} is a sweep; omit it")
         if one.is_over and record.diverged(run := _runs(one)[0]) is None:
             runs[name] = run
-    if control not in runs:
+    if control and control not in runs:
         return frame
-    for name in derived.TITLES:
-        found = {n: derived.of(name, r, runs[control], until) for n, r in runs.items()}
+    base = runs.get(control)
+    for name in derived.TITLES if control else derived.PLACES:
+        found = {n: derived.of(name, run, base, goal) for n, run in runs.items()}
         entries = {n: entry for n, entry in found.items() if entry}
         means = {n: one["mean"] for n, one in entries.items()}
         if means:

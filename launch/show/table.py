@@ -204,20 +204,23 @@ def made(
     metrics: Sequence[str],
     control: str,
     test: str = "wilcoxon",
-    until: float = 0.95,
+    until: float | None = None,
+    target: float | None = None,
 ) -> Table:
     """The table of runs by setting and method, where None is not finished.
 
     Args:
         runs: The same methods in each setting.
         metrics: Names of metrics or of `derived.TITLES`, () = the usual ones.
-        control: The method that marks, hurt, gain and until compare with, "" = none.
+        control: The method that marks, hurt, gain and `until` compare with, "" = none.
         test: `wilcoxon`, or `none` for a table without marks.
-        until: The share of the control's result for `until_...`.
+        until: The share of the control's result for `until_...`, None = 0.95.
+        target: In place of a share the value itself: a fraction for an accuracy.
 
     Raises:
-        ValueError: one line: another test, or metrics that are no list.
+        ValueError: one line: another test, metrics that are no list, or an odd share.
     """
+    goal = derived.goal(until, target)
     if test not in ("wilcoxon", "none"):
         raise ValueError(f"test={test}: expected wilcoxon or none")
     if isinstance(metrics, str):
@@ -243,7 +246,7 @@ def made(
         for name in metrics:
             told = here or known
             how = derived.metric(name, told) if told else words.metric(name)
-            entries = _entries(found, name, control, until)
+            entries = _entries(found, name, control, goal)
             arrays = {
                 row: run and record.client_values(run, name)
                 for row, run in found.items()
@@ -264,7 +267,7 @@ def made(
     if untested:
         line = "no test is made, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: {line}.")
-    notes += _derived(metrics, of_setting, control, until)
+    notes += _derived(metrics, of_setting, control, goal)
     every = [run for found in runs.values() for run in found.values()]
     if left := sum(run is None for run in every):
         notes.append(f"{left} of {len(every)} results are not finished.")
@@ -362,27 +365,24 @@ def _derived(
     metrics: Sequence[str],
     of_setting: Sequence[Sequence[Record]],
     control: str,
-    until: float,
+    goal: derived.Goal,
 ) -> list[str]:
     """What those of `derived.TITLES` are, and which of them need a control."""
     other, notes = looks.title(control), []
     known = [run for found in of_setting for run in found]
-    goals = {}
-    for found in filter(None, of_setting):
-        main = derived.metric(derived.main_metric(found), found)
-        goal = f"{main.title} is down to 1 / {until:g} of {other}'s"
-        if main.better != "lower":
-            goal = f"the mean over clients reaches {until:g} of {other}'s"
-        goals[goal] = None
-    reached = f"until {', or '.join(goals)}"
+    goals = [_reached(found, goal, other) for found in of_setting if found]
+    reached = f"until {', or '.join(dict.fromkeys(goals))}"
     about = {
         "hurt": f"clients that are worse off than with {other}",
         "gain": f"mean over clients of the value less that with {other}",
         "bottom_decile": "mean over the worst tenth of the clients",
     } | dict.fromkeys(derived.PLACES, reached)
-    needy = [n for n in metrics if n in derived.TITLES and n != "bottom_decile"]
+    free = ["bottom_decile"]
+    if goal.value is not None:
+        free += derived.PLACES
+    needy = [n for n in metrics if n in derived.TITLES and n not in free]
     if needy and not control:
-        about = {"bottom_decile": about["bottom_decile"]}
+        about = {name: about[name] for name in free}
         named = ", ".join(derived.TITLES[n] for n in needy)
         notes.append(f"{named}: these compare with a control, and none is given.")
     notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
@@ -390,6 +390,20 @@ def _derived(
         title = derived.TITLES["until_mb"]
         notes.append(f"{title}: without the proxy set that every client gets once.")
     return notes
+
+
+def _reached(runs: Sequence[Record], goal: derived.Goal, other: str) -> str:
+    """What `until_...` wait for, where `other` is the control's title."""
+    how = derived.metric(derived.followed(runs), runs)
+    is_lower = how.better == "lower"
+    of_clients = how.name == "client_accuracy"
+    reaches = "is down to" if is_lower else "reaches"
+    aim = f"{goal.share:g} of {other}'s"
+    if goal.value is not None:
+        aim = f"{how.scale * goal.value:g} {how.unit}".rstrip()
+    elif is_lower:
+        aim = f"1 / {aim}"
+    return f"{'the mean over clients' if of_clients else how.title} {reaches} {aim}"
 
 
 def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
@@ -419,18 +433,17 @@ def _usual(of_setting: Sequence[Sequence[Record]], control: str) -> list[str]:
         if runs[0].flags.get("eval_moments") == "after":
             names[:1] = [main.replace("client_", "trained_"), main]
             names = [name for name in names if name in has or "trained_" in name]
+        elif (server := derived.followed(runs)) != main:
+            names = [server]  # test rows belong to nobody
         else:
             names = [name for name in names if name in has or name == main]
             names += ["bottom_decile", *["hurt"] * bool(control)]
-            servers = main.replace("client_", "global_"), main.removeprefix("client_")
-            if main not in has and (server := [n for n in servers if n in has]):
-                names = server[:1]  # test rows belong to nobody
         out |= dict.fromkeys(names)
     return sorted(out, key=lambda name: name in derived.TITLES) or ["client_accuracy"]
 
 
 def _entries(
-    found: Mapping[str, Record | None], name: str, control: str, until: float
+    found: Mapping[str, Record | None], name: str, control: str, goal: derived.Goal
 ) -> dict[str, dict[str, Any] | None]:
     """The metric of each run in the form of a summary, None = unknown."""
     out: dict[str, dict[str, Any] | None] = {}
@@ -438,7 +451,7 @@ def _entries(
         if run is None or (row == control and name in ("hurt", "gain")):
             out[row] = None
         elif name in derived.TITLES:
-            out[row] = derived.of(name, run, found.get(control), until)
+            out[row] = derived.of(name, run, found.get(control), goal)
         else:
             out[row] = run.summary["metrics"].get(name)
     return out

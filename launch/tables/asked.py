@@ -30,6 +30,7 @@ FILE = {
     "tune_seeds?": int,
     "control?": str,
     "metrics?": [str],
+    "target?": json_text.NUMBER,
     str: json_text.NOTHING,
 }
 
@@ -84,7 +85,7 @@ class Asked:
         settings: Those of each setting by name, and `common` those of all runs.
         tune: The values to try by option.
         seeds, tune_seeds: Numbers of seeds.
-        control, metrics: Those of its table.
+        control, metrics, target: Those of its table.
         has_code: Whether there is a method that is none of ours.
         units: (setting, method) pairs, each of which one process runs.
     """
@@ -108,6 +109,7 @@ class Asked:
         self.tune = {name: list(map(trials.plain, v)) for name, v in tune.items()}
         self.control = given.get("control", "")
         self.metrics = list(given.get("metrics", ()))
+        self.target = given.get("target")
         self.common = dict(given.get("common", {}).get("options", {}))
         self.methods = _methods(given["rows"])
         algos = [own["algo"] for own in self.methods.values()]
@@ -125,6 +127,7 @@ class Asked:
         if odd := [one for one in (self.seeds, self.tune_seeds) if one < 1]:
             raise ValueError(f"study: seeds={odd[0]}: expected 1 or more")
         self.check_row("control", self.control)
+        derived.goal(None, self.target)
         for names in (self.settings, self.methods):
             slugs = {slug(name): name for name in names}
             if odd := [name for one, name in slugs.items() if name and one in _NONE]:

@@ -427,19 +427,23 @@ class Study:
         *,
         test: str = "wilcoxon",
         control: str | None = None,
-        until: float = 0.95,
+        until: float | None = None,
+        target: float | None = None,
     ) -> table.Table:
         """The results as a table, see `table.made`.
 
-        `metrics` and `control` are by default those of the study, and then the usual
-        metrics.
+        `metrics`, `control` and `target` are by default those of the study, and then
+        the usual metrics. A share `until` stands in place of the study's target.
         """
         from launch.show import table  # imports scipy.stats, which is slow
 
         control = self.control if control is None else control
         self.asked.check_row("control", control)
         runs = {setting: self.runs(setting) for setting in self.settings}
-        made = table.made(runs, metrics or self.asked.metrics, control, test, until)
+        metrics = metrics or self.asked.metrics
+        if until is None and target is None:
+            target = self.asked.target
+        made = table.made(runs, metrics, control, test, until, target)
         lines = [
             f"{row}{f', {setting}' * bool(setting)}: no fine-tuning is better by "
             "validation rows."
@@ -583,6 +587,7 @@ def study(
     tune_seeds: int = 1,
     control: str = "",
     metrics: Sequence[str] = (),
+    target: float | None = None,
     folder: Any = "",
     **options: Any,
 ) -> Study:
@@ -607,6 +612,8 @@ def study(
         seeds, tune_seeds: Seeds of the results and of tuning, each from `seed` on.
         control: The method that others are compared with.
         metrics: Those of its table, () = the usual ones.
+        target: What `until_rounds` and its like wait for, such as an accuracy of 0.8,
+            None = a share of the control's result.
         folder: Where the study is kept and continues; "" = a temporary folder, which is
             gone with the study.
         **options: As in `build.experiment`, for all methods. With validation rows, of
@@ -645,6 +652,8 @@ def study(
             rows[name] = own
     given = {"rows": rows, "seeds": seeds, "tune_seeds": tune_seeds, "control": control}
     given |= {"common": {"options": options}, "metrics": metrics}
+    if target is not None:
+        given["target"] = target
     given["tune"] = {
         name: list(v) if isinstance(v, Iterable) and not isinstance(v, str) else v
         for name, v in (tune or {}).items()
@@ -659,7 +668,7 @@ def read(path: pathlib.Path, folder: Any = "", data_dir: str = "") -> Study:
 
     It has the form of a sheet in `launch/studies`: `rows` (methods), `values`
     (settings) and `common`, each with `options`, and the arguments `tune`, `seeds`,
-    `tune_seeds`, `control` and `metrics` of `study`.
+    `tune_seeds`, `control`, `metrics` and `target` of `study`.
     """
     with files.named(f"--table={path} is not a study", OSError):
         files.check(path, "a study's file")

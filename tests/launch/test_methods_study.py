@@ -23,8 +23,9 @@ from launch.folder import lock, record
 from launch.machine import memory
 from launch.show import alike, derived, frames, significance, table, words
 from launch.study import __main__ as command
-from launch.tables import estimates, trials, tuning
+from launch.tables import estimates, protocol, trials, tuning
 
+PERPLEXITY = "client_perplexity"
 KEPT = pathlib.Path(build.__file__).parent / "studies" / "methods"
 GEN = np.random.default_rng(3)
 X = GEN.normal(size=(200, 5)).astype(np.float32)
@@ -1091,7 +1092,8 @@ def test_derived_numbers(done):
         np.nanmean(runs[row].clients["accuracy"], 1) for row in ("fedavg", "local")
     )
     found = {
-        n: derived.of(n, runs["fedavg"], runs["local"], 0.5) for n in derived.TITLES
+        n: derived.of(n, runs["fedavg"], runs["local"], derived.Goal(0.5))
+        for n in derived.TITLES
     }
     assert found["hurt"]["per_seed"] == pytest.approx((mine < base - 1e-9).mean(1))
     assert found["gain"]["per_seed"] == pytest.approx((mine - base).mean(1))
@@ -1101,6 +1103,53 @@ def test_derived_numbers(done):
         reached = [r for r in curve if r["client_accuracy"] >= base[seed].mean() / 2]
         assert rounds == reached[0]["round"]
     assert found["until_clock"] is None
+
+
+def test_a_target_needs_no_control(done, tmp_path):
+    """The first evaluated round with the value itself, by plain Python."""
+    curve = [r for r in done.runs()["fedavg"].records if "client_accuracy" in r]
+    goal = min(
+        max(r["client_accuracy"] for r in curve if r["seed"] == s) for s in (0, 1)
+    )
+    reached = [
+        next(
+            r["round"] for r in curve if r["seed"] == s and r["client_accuracy"] >= goal
+        )
+        for s in (0, 1)
+    ]
+    shown = done.table(["until_rounds", "hurt"], control="", target=goal)
+    named = dict(zip(shown.rows, shown.columns[0].values, strict=True))
+    assert named["fedavg"].mean == np.mean(reached)
+    said = f"Rounds until: until the mean over clients reaches {100 * goal:g} %."
+    assert said in shown.notes
+    assert "Hurt: these compare with a control, and none is given." in shown.notes
+    never = done.table(["until_rounds"], control="", target=1)
+    assert all(one.mean is None for one in never.columns[0].values)
+    for given, line in (
+        ({"target": 80}, "target=80: Client .UA. is a fraction; give 0.8"),
+        ({"target": "80%"}, "target='80%': expected a value above 0, such as 0.8"),
+        ({"target": 0.5, "until": 0.9}, "a value itself; give one of them"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            done.table(["until_rounds"], **given)
+
+
+def test_a_study_has_a_target(tmp_path):
+    """As an argument and in its file; a share of the control's result stands first."""
+    given = {"metrics": ["until_rounds"], "target": 0.1, **OPTIONS, "rounds": 1}
+    with pytest.raises(ValueError, match="target=-1: expected a value above 0"):
+        build.study(["local"], **given | {"target": -1})
+    ran = build.study(["local", "fedavg"], folder=tmp_path, **given)
+    ran.run(progress=False)
+    again = protocol.opened(tmp_path)
+    for one in (ran, again):
+        assert "reaches 10 %" in " ".join(one.table().notes)
+    said = " ".join(again.table(until=0.9, control="local").notes)
+    assert "reaches 0.9 of Local's" in said
+    table = {"rows": {"local": {}}, "target": "high"}
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="its target is a text, a number is expected"):
+        protocol.read(tmp_path / "mine.json")
 
 
 def of_a_text(scale):
@@ -1120,15 +1169,34 @@ def of_a_text(scale):
 def test_derived_numbers_of_perplexities():
     """Hurt are higher ones, the worst tenth is the highest, and a goal lies above."""
     mine, base = of_a_text(0.9), of_a_text(1.0)
-    found = {n: derived.of(n, mine, base, 0.9) for n in derived.TITLES}
+    found = {n: derived.of(n, mine, base, derived.Goal(0.9)) for n in derived.TITLES}
     one, other = (run.clients["perplexity"][:, 0] for run in (mine, base))
     assert found["hurt"]["mean"] == 0
-    assert derived.of("hurt", base, mine, 0.9)["mean"] == 1
+    assert derived.of("hurt", base, mine, derived.Goal(0.9))["mean"] == 1
     assert found["gain"]["per_seed"] == pytest.approx((one - other).mean(1))
     worst = np.sort(one)[:, -2:].mean(1)
     assert found["bottom_decile"]["per_seed"] == pytest.approx(worst)
     # .9 (1.3 - .1 n) <= 1 / .9 from round 1 on
     assert found["until_rounds"]["per_seed"] == [1, 1]
+    goal = derived.goal(None, 29)
+    first = [
+        next(r["round"] for r in mine.records if r["seed"] == s and r[PERPLEXITY] <= 29)
+        for s in (0, 1)
+    ]
+    assert derived.of("until_rounds", mine, None, goal)["per_seed"] == first
+    line = table._reached([mine], goal, "")
+    assert line == f"{words.title(PERPLEXITY)} is down to 29"
+
+
+def test_a_goal_of_the_server():
+    """Where no test row is a client's it is the server's model that reaches it."""
+    entry = {"mean": 0.8, "std": 0.0, "per_seed": [0.8]}
+    records = [{"seed": 0, "round": n, "global_accuracy": n / 5} for n in range(5)]
+    summary = {"metrics": {"global_accuracy": entry}}
+    run = record.Record(None, {}, records, {}, summary)
+    found = derived.of("until_rounds", run, None, derived.goal(None, 0.5))
+    assert found["per_seed"] == [3]
+    assert table._reached([run], derived.Goal(), "A") == "Global reaches 0.95 of A's"
 
 
 def test_what_has_no_folder_says_so_once(capsys):
@@ -1212,6 +1280,13 @@ def test_comparisons_have_derived_columns():
         compared.summary(control="fedper")
     with pytest.raises(ValueError, match="until=0.5 is a share of a control's"):
         compared.summary(until=0.5)
+    alone = compared.summary(target=0.01)
+    assert alone["until_rounds"].tolist() == [0, 0] and "hurt" not in alone
+    swept = build.compare(
+        ["local"], sweep={"client_lr": [0.1, 0.2]}, run=False, **OPTIONS
+    )
+    with pytest.raises(ValueError, match="target=0.5: local is a sweep; omit it"):
+        swept.summary(target=0.5)
 
 
 def test_values_of_clients_are_behind_the_metrics(done):
@@ -1484,14 +1559,14 @@ def test_a_seed_without_a_mean_is_no_part_of_others():
     run = run._replace(clients=run.clients | {"accuracy": values})
     wanted = {"hurt": 1 / 3, "gain": -0.2 / 3, "bottom_decile": 0.3}
     for name, value in wanted.items():
-        found = derived.of(name, run, control, 0.95)
+        found = derived.of(name, run, control, derived.Goal())
         assert found["per_seed"] == pytest.approx([value])
         assert (found["seeds"], found["of_seeds"]) == ([1], 2)
     made = table.made({"": {"a": run, "b": control}}, ["client_accuracy"], "b")
     assert [one.is_best for one in made.columns[0].values] == [False, True]
     found = {"client_accuracy": entry | {"clients": 2}}
     few = pair("local", clients=run.clients, summary={"metrics": found})
-    assert derived.of("gain", few, control, 0.95)["clients"] == 3
+    assert derived.of("gain", few, control, derived.Goal())["clients"] == 3
 
 
 def test_a_number_covers_what_it_says():

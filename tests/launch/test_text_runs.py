@@ -421,7 +421,7 @@ def test_single_clients_of_chosen_positions(tmp_path):
         "bottom_decile": local.max(),
     }
     for name, value in expected.items():
-        found = derived.of(name, runs["local"], runs["fedavg"], 0.95)
+        found = derived.of(name, runs["local"], runs["fedavg"], derived.Goal())
         assert found["mean"] == pytest.approx(value)
 
 
