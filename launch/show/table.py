@@ -385,7 +385,10 @@ def _derived(
         about = {name: about[name] for name in free}
         named = ", ".join(derived.TITLES[n] for n in needy)
         notes.append(f"{named}: these compare with a control, and none is given.")
-    notes += [f"{derived.TITLES[n]}: {about[n]}." for n in metrics if n in about]
+    titles: dict[str, list[str]] = {}
+    for name in filter(about.get, metrics):
+        titles.setdefault(about[name], []).append(derived.TITLES[name])
+    notes += [f"{', '.join(some)}: {text}." for text, some in titles.items()]
     if "until_mb" in metrics and any(words.setup_megabytes(r.summary) for r in known):
         title = derived.TITLES["until_mb"]
         notes.append(f"{title}: without the proxy set that every client gets once.")
