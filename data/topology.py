@@ -9,7 +9,7 @@ named by (seed, round, client), so that only the rows of the cohort are drawn. O
 import functools
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,17 +43,44 @@ class Graph(NamedTuple):
 def make(spec: types.PeerSpec, num_clients: int) -> Graph:
     """Makes the graph for K clients; a ValueError names the flag to change."""
     if spec.draw is not None:
-
-        def draw(seed: int, round: int, client: np.ndarray):
-            return spec.draw(seed, round, client, num_clients, spec.num_peers)
-
-        return Graph(spec.num_peers, draw)
+        return _custom(spec, num_clients)
     if num_clients < 2:
         raise ValueError("--num_clients=1 leaves a client without peers; raise it")
     graph = KINDS[spec.topology](spec, num_clients)
     if not spec.is_fixed:
         return graph
     return graph._replace(draw=lambda seed, _, client: graph.draw(seed, 0, client))
+
+
+def _custom(spec: types.PeerSpec, num_clients: int) -> Graph:
+    """A graph of `spec.draw`, each draw of which is checked."""
+
+    def draw(seed: int, round: int, client: np.ndarray):
+        drawn = spec.draw(seed, round, client, num_clients, spec.num_peers)
+        if not isinstance(drawn, Sequence) or len(drawn) != 2:
+            raise ValueError(
+                f"PeerSpec.draw gave {type(drawn).__name__}; expected (peers, mask)"
+            )
+        peers, mask = map(np.asarray, drawn)
+        if peers.dtype.kind not in "iu":
+            raise ValueError(f"PeerSpec.draw gave peers {peers.dtype}; expected int")
+        wanted = len(client), spec.num_peers
+        if peers.shape != wanted or mask.shape != wanted:
+            raise ValueError(
+                f"PeerSpec.draw gave peers {list(peers.shape)} and a mask "
+                f"{list(mask.shape)}; expected {list(wanted)} of both, clients of the "
+                "round by num_peers"
+            )
+        # A gather on the device would silently take the nearest slot.
+        peers = np.where(mask, peers, 0)
+        if peers.size and (peers.min() < 0 or peers.max() >= num_clients):
+            raise ValueError(
+                f"PeerSpec.draw gave peers {peers.min()}..{peers.max()}; expected "
+                f"clients 0..{num_clients - 1}"
+            )
+        return peers, mask
+
+    return Graph(spec.num_peers, draw)
 
 
 def _check_degree(spec: types.PeerSpec, num_clients: int) -> None:

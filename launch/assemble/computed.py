@@ -21,7 +21,7 @@ import algorithms
 import data
 import fedjax_pfl
 import models
-from data import files, plan
+from data import files, plan, topology
 from fedjax_pfl import (
     evaluate,
     execution,
@@ -238,8 +238,8 @@ def _drawn(peers: types.PeerSpec, num_clients: int) -> str:
     The hash of its code follows no helper and no global.
     """
     some = np.arange(min(num_clients, _CLIENTS))
-    given = some, num_clients, peers.num_peers
-    every = [peers.draw(0, round, *given) for round in range(_ROUNDS)]
+    draw = topology.make(peers, num_clients).draw
+    every = [draw(0, round, some) for round in range(_ROUNDS)]
     return repr([[np.asarray(part).tolist() for part in one] for one in every])
 
 

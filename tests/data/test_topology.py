@@ -310,3 +310,20 @@ def test_a_graph_of_ones_own_code():
     made = topology.make(types.PeerSpec(3, draw=draw), 3)
     peers, mask = made.draw(1, 1, np.arange(3))
     assert made.num_peers == 3 and (peers == 2).all() and mask.all()
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (None, "gave NoneType; expected .peers, mask."),
+        (np.zeros((2, 3, 1), int), "gave ndarray; expected"),
+        ((np.zeros((3, 1)), np.ones((3, 1), bool)), "gave peers float64; expected int"),
+        ((np.zeros((3, 2), int), np.ones((3, 1), bool)), r"peers .3, 2. and a mask"),
+        ((np.full((3, 1), -1), np.ones((3, 1), bool)), "peers -1..-1; expected client"),
+    ],
+)
+def test_odd_graphs_of_ones_own_code(given, line):
+    """One line says what a custom graph gave."""
+    spec = types.PeerSpec(1, draw=lambda *_: given)
+    with pytest.raises(ValueError, match=line):
+        topology.make(spec, 3).draw(0, 1, np.arange(3))
