@@ -211,8 +211,12 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     given = {"private": zeros, "beside": beside, "server_update": server_update}
     given["adapt"] = adapt
     made = levels.make(hparams, task, model, part, client_update, **given)
+    unused = {}
+    if not model.has_exits or levels.top(hparams) == 1:
+        names = ("self_distill_weight", "ramp_rounds")
+        unused = dict.fromkeys(names, "on a model with one exit")
     are_able = hparams.levels == "dynamic"  # so that each can hold every level
-    if not are_able and len(levels.possible(hparams, task.num_clients)) > 1:
-        return made
-    reason = "as all clients that take part can hold the same stages"
-    return made._replace(unused={"h_denominator": reason})
+    if are_able or len(levels.possible(hparams, task.num_clients)) == 1:
+        same = "as all clients that take part can hold the same stages"
+        unused["h_denominator"] = same
+    return made._replace(unused=unused)

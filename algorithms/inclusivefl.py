@@ -147,7 +147,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     given = {"beside": nothing_moved, "server_update": server_update}
     part = levels.first_stages(task, model)._replace(held=held)
-    return levels.make(hparams, task, model, part, client_update, **given)
+    made = levels.make(hparams, task, model, part, client_update, **given)
+    if len(levels.possible(hparams, task.num_clients)) > 1:
+        return made
+    reason = "where all clients that may train have one level"
+    return made._replace(unused={"head_count": reason})
 
 
 def _parts(params: fp.types.Params, trunks: jax.Array, exits: jax.Array) -> tuple:

@@ -645,6 +645,10 @@ def test_a_truncated_model_is_the_first_stages(problem):
     )
     kinds = {kind.name for kind in made.messages}
     assert kinds == {"s1 down", "s2 down", "s1 up", "s2 up"}
+    assert not made.unused
+    one = depthfl.HParams(level_mix="1:1:1", max_level=1)
+    one = depthfl.make(one, task_of(problem, NET))
+    assert {"self_distill_weight", "ramp_rounds"} < set(one.unused)
     assert len(made.opt_state(lambda params: params)) == 2
     x = np.random.default_rng(0).normal(size=(6, 64))
     modes = ({"train": True, "sample_mask": MASK}, {})

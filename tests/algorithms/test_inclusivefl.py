@@ -145,6 +145,12 @@ def test_momentum_distillation(problem):
     chex.assert_trees_all_equal(second.server["moved"], state.server["moved"])
 
 
+def test_one_level_has_no_other_heads(problem):
+    """Who counts for the mean of an exit is the same, and a run says so."""
+    assert set(make(problem, levels="maximum").unused) == {"head_count"}
+    assert not make(problem).unused
+
+
 @pytest.mark.parametrize(
     ("model", "given", "words"),
     [
