@@ -115,7 +115,7 @@ def first_period(num_peers: int) -> Period:
     )
 
 
-def checked(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Period:
+def next_period(period: Period, norm: jax.Array, hparams: HParams, most: int) -> Period:
     """The period after one more round of the client, checked if a check is due.
 
     `norm` f32[] is the federated gradient norm, and `most` the largest number of peers.
@@ -156,12 +156,12 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def mixed(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         """The means of models and norms over the first k_i peers."""
         models, known = state.clients["own"], state.clients["private"]
-        period, cohort = decentralized.asked(known["period"], cohort.row, cohort)
+        period, cohort = decentralized.fetch_rows(known["period"], cohort.row, cohort)
         place = jnp.arange(cohort.peers.shape[1])
         is_pulled = place < period.num_peers[:, None]
         cohort = cohort.replace(peer_mask=cohort.peer_mask & is_pulled)
         source, _ = aggregate.sources(cohort)
-        norms, cohort = decentralized.asked(known["norm"], source, cohort)
+        norms, cohort = decentralized.fetch_rows(known["norm"], source, cohort)
         has_trained = norms > 0
         weight = decentralized.weights("examples", cohort, data)
         # Clients that have not trained send nothing, not even statistics.
@@ -192,8 +192,18 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             },
         )
 
-    def sparse_mean(params, changed, cohort, weight, known):
-        """The mean of each entry over the client and the peers that sent it."""
+    def sparse_mean(
+        params: types.Params,
+        changed: types.Params,
+        cohort: fp.Cohort,
+        weight: jax.Array,
+        known: fp.Variables,
+    ) -> types.Params:
+        """The mean of each entry over the client and the peers that sent it.
+
+        `changed` has bools, the entries that a client sends, and `weight` f32[C, 1 + P]
+        is of a client and its peers. Rows travel behind `known`.
+        """
         of_peers, of_own = weight.at[:, 0].set(0), exchange.on_all(weight[:, 0])
         total, sent = aggregate.sum_held(params, changed, cohort, of_peers, known=known)
         own = exchange.take(params, cohort.row, sent)
@@ -206,7 +216,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def client_update(client: fp.Client, start: fp.Variables):
         """The check by its peers' norms, then E epochs that measure its own."""
-        after = checked(*client.own, hparams, most)
+        after = next_period(*client.own, hparams, most)
         objective = fp.Objective(
             loss_fn, measure=lambda grads: optax.global_norm(grads) ** 2
         )
@@ -229,9 +239,15 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         fp.MessageKind("mask", "down", sparse.bitmap_bytes(size)),
     )
     kinds = messages if hparams.sparsify else messages[:2]
-    common = hparams, task, mixed, client_update
     return decentralized.make(
-        *common, messages=kinds, peers=peers, private=private, shares=("critical",)
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=kinds,
+        peers=peers,
+        private=private,
+        shares=("critical",),
     )
 
 

@@ -207,10 +207,17 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     def beside(start: fp.Variables) -> dict[str, types.Params]:
         return {"h": zeros(start)} if is_dyn else {}
 
-    part = levels.first_stages(task, model)
-    given = {"private": zeros, "beside": beside, "server_update": server_update}
-    given["adapt"] = adapt
-    made = levels.make(hparams, task, model, part, client_update, **given)
+    made = levels.make(
+        hparams,
+        task,
+        model,
+        levels.first_stages(task, model),
+        client_update,
+        private=zeros,
+        beside=beside,
+        server_update=server_update,
+        adapt=adapt,
+    )
     unused = {}
     if not model.has_exits or levels.top(hparams) == 1:
         names = ("self_distill_weight", "ramp_rounds")

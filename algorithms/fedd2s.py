@@ -38,9 +38,9 @@ cannot enter layer l. The schedule of Eq. 6 stops at `--min_layer`. The mean is 
 round's clients (Algorithm 1), not over all (Eq. 11). The server's head is sent in place
 of v, as Eq. 12 needs it. The KL target is the teacher. J is off at l = 1, where both
 sides are equal at the start of a round and Adam would step on rounding noise. The
-server's first layer is never used. Features are uploaded once, of images as they are,
-also with `--augment`; with `--transfer=mse` the targets of J_S2C are of the augmented
-ones, of which no features are counted. Left out as useless: literal Eq. 9 with a
+server's first layer is never used. Features are uploaded once, of unaugmented images,
+also with `--augment`. With `--transfer=mse` the targets of J_S2C come from augmented
+images, whose features are not counted. Left out as useless: literal Eq. 9 with a
 gradient through its target, means over clients that left, independent initialisations,
 KL on the last layer of the MSE variant, and sets of `removed` layers (`--min_layer`
 does it).
@@ -169,8 +169,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         own = {"own": here.rows["own"], "kept": kept}
         used = jnp.broadcast_to(deep, kept.shape)
         share, is_held = aggregate.stage_weights(here.weights("uniform"), used)
-        given = {"own": own, "shared": state.server, "plan": "server", "reduce": share}
-        _, mean, here = here.update(client_to_server, **given)
+        _, mean, here = here.update(
+            client_to_server, own=own, shared=state.server, plan="server", reduce=share
+        )
         server = boundary.select(is_held, mean, state.server)
         trained, here = here.update(server_to_client, own=own, shared=server)
 

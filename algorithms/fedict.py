@@ -163,9 +163,14 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             hard, gap = distilling(z, sent["logits"], weight, batch)
             return gap + hparams.distill_weight * hard, stats
 
-        objective, there = fp.Objective(loss_fn, deep), client.as_uploaded()
-        how = {"opt_state": opt_state, "tag": "engine.server"}
-        trained = fp.train(hparams, (objective,), server, there, **how)
+        trained = fp.train(
+            hparams,
+            fp.Objective(loss_fn, deep),
+            server,
+            client.as_uploaded(),
+            opt_state=opt_state,
+            tag="engine.server",
+        )
         return trained.variables, trained.opt_state
 
     def distil_update(client: fp.Client, server: fp.Variables):
@@ -205,8 +210,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         start = server, optimizer.fresh(hparams, server.params)
         learn = functools.partial(server_update, state.server["frequency"])
         server, _ = here.in_turn(learn, start, own=uploaded, plan="server")
-        given = {"own": uploaded, "shared": server, "plan": "distill"}
-        trained, here = here.update(distil_update, **given)
+        trained, here = here.update(
+            distil_update, own=uploaded, shared=server, plan="distill"
+        )
         sent = {
             "features, logits and label": count,
             "label frequencies": ~own["has_joined"],

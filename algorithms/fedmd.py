@@ -87,7 +87,7 @@ def consensus_gap(
     return losses.masked_mean(gap, mask)
 
 
-def speaking(cohort: fp.Cohort, participations: jax.Array) -> jax.Array:
+def consensus_weights(cohort: fp.Cohort, participations: jax.Array) -> jax.Array:
     """Weights f32[C] of the consensus: newcomers are left out unless all are new."""
     experienced = cohort.row_mask & (participations > 1)
     heard = jnp.where(experienced.any(), experienced, cohort.row_mask)
@@ -158,11 +158,10 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             jnp.where(mine.cohort.row_mask, rows["participations"] + 1, 0)
             for mine, rows in zip(here.groups, own, strict=True)
         )
-        weight = speaking(cohort, participations)
-        given = {"own": own, "shared": public, "reduce": weight}
-        _, consensus, here = here.update(answer, **given)
-        given = {"own": own, "shared": (public, consensus)}
-        trained, here = here.update(client_update, **given)
+        weight = consensus_weights(cohort, participations)
+        _, consensus, here = here.update(answer, own=own, shared=public, reduce=weight)
+        taught = public, consensus
+        trained, here = here.update(client_update, own=own, shared=taught)
         rows = [
             {"own": one.variables, "participations": participations} for one in trained
         ]

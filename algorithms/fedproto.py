@@ -77,8 +77,8 @@ class HParams(fp.LocalTraining):
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes FedProto.
 
-    Raises ValueError without representations of one width, or to measure trained models
-    alone, whose own last stage serves nobody.
+    Raises ValueError if representations differ in width, or if trained models are to be
+    measured alone, because no client is served by its own last stage.
     """
     if task.tests_trained:
         raise ValueError(

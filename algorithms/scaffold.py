@@ -106,8 +106,10 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def round(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         here, server = fp.Round(task, state, cohort, data), state.server
-        given = {"shared": server, "reduce": here.weights(hparams.aggregation)}
-        (trained, own), mean, here = here.update(client_update, **given)
+        weight = here.weights(hparams.aggregation)
+        (trained, own), mean, here = here.update(
+            client_update, shared=server, reduce=weight
+        )
         share = cohort.row_mask.sum() / task.num_eligible
         params = jax.tree.map(
             lambda x, y: x + hparams.server_lr * (y - x),

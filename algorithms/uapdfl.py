@@ -160,7 +160,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         """Algorithm 1, with what peers had at the end of the last round."""
         known, rows = state.clients["private"], state.clients["own"]
         source, _ = aggregate.sources(cohort)
-        answers, cohort = decentralized.asked(known["answer"], source, cohort)
+        answers, cohort = decentralized.fetch_rows(known["answer"], source, cohort)
         gap = divergence(answers[:, :1], answers[:, 1:])
         alike = (gap < hparams.divergence_threshold) & cohort.peer_mask
         drop = (alike == cohort.peer_mask).all(1) & cohort.peer_mask.any(1)
@@ -179,15 +179,28 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             metrics=metrics(known["answer"], gap, drop, cohort),
         )
 
-    def anchor(known, size, cohort, replaced):
-        """A_i f32[C, D], to which the extractor is pulled. Without peers, its own."""
+    def anchor(
+        known: dict[str, jax.Array],
+        size: jax.Array,
+        cohort: fp.Cohort,
+        behind: fp.Variables,
+    ) -> jax.Array:
+        """A_i f32[C, D], to which the extractor is pulled. Without peers, its own.
+
+        `size` f32[C, 1 + P] are train examples. Rows travel behind `behind`.
+        """
         with_own = hparams.anchor == "with_own"
         weight = jnp.ones_like(size) if with_own else size.at[:, 0].set(0)
         features = known["features"]
-        return aggregate.mix_peers(features, cohort, weight, known=replaced)
+        return aggregate.mix_peers(features, cohort, weight, known=behind)
 
-    def metrics(answer, gap, drop, cohort):
-        """Clients that dropped, and divergences over peer pairs and tracked pairs."""
+    def metrics(
+        answer: jax.Array, gap: jax.Array, drop: jax.Array, cohort: fp.Cohort
+    ) -> dict[str, losses.Pair]:
+        """Clients that dropped, and divergences over peer pairs and tracked pairs.
+
+        `answer` f32[K, Y], `gap` f32[C, P] and `drop` bool[C].
+        """
         known = jnp.where(cohort.peer_mask & cohort.row_mask[:, None], gap, jnp.nan)
         found = {"dropped": losses.masked_sum(drop, cohort.row_mask)}
         for name, share in (("median", 0.5), ("p95", 0.95)):
@@ -198,7 +211,9 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
             found[f"divergence_{i}_{j}"] = (divergence(answer[i], answer[j]), 1)
         return found
 
-    def sent(drop, alike, cohort):
+    def sent(
+        drop: jax.Array, alike: jax.Array, cohort: fp.Cohort
+    ) -> dict[str, jax.Array]:
         """Messages received, by kind: int32[C]."""
         every, mixes = cohort.peer_mask.sum(1), ~drop
         heads = alike.sum(1) if by_layer else every
@@ -229,9 +244,15 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         features, _ = model.forward(params, stats, unit, stop=cut)
         return ((features.reshape(-1) - anchor) ** 2).sum()
 
-    given = {"messages": _messages(task, cut), "private": represent}
-    common = hparams, task, mixed, client_update
-    made = decentralized.make(*common, **given, shares=("dropped",))
+    made = decentralized.make(
+        hparams,
+        task,
+        mixed,
+        client_update,
+        messages=_messages(task, cut),
+        private=represent,
+        shares=("dropped",),
+    )
     unused = {}
     if not (hparams.client_dropout or by_layer):
         reason = "with --noclient_dropout and --nolayer_personalization"

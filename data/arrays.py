@@ -250,7 +250,7 @@ def laid_out(x: np.ndarray, layout: str) -> tuple[np.ndarray, str]:
 
 
 def squares(x: np.ndarray, layout: str) -> np.ndarray:
-    """Returns flat rows [N, D] as square images, in the layout that is named."""
+    """Returns flat rows [N, D] as square images in a layout, or raises a ValueError."""
     deep = 1 if layout == "nhw" else 3
     side = math.isqrt(x.shape[1] // deep)
     shape = {"nhw": (side, side), "nhwc": (side, side, 3), "nchw": (3, side, side)}

@@ -72,9 +72,10 @@ def at_home(
 
 
 def _shared(key: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Splits entries in the order of `key`: those that `other` has as often, the rest.
+    """(indices of `key` that pair with an equal value in `other`, the rest).
 
-    Both are int[n]. Returns two parts of the indices 0..n - 1.
+    Both are int[n]. A value pairs as often as the rarer of the two has it. Each part is
+    in the order of `key`, and together they are 0..n - 1.
     """
     order = np.argsort(key, kind="stable")
     line = key[order]

@@ -227,11 +227,15 @@ def is_image(value: Any) -> bool:
 
 
 def are_images(values: Any) -> bool:
+    """Whether it is a list of pillow's images, by its first element."""
     return isinstance(values, (list, tuple)) and any(map(is_image, values[:1]))
 
 
 def stacked(values: Any, where: str) -> Any:
-    """Returns a column as an array or a list; its examples must agree in shape."""
+    """Returns a column as an array or a list.
+
+    Raises a ValueError that begins with `where` if examples differ in shape.
+    """
     values = plain(values)
     is_of_objects = getattr(getattr(values, "dtype", None), "kind", "") == "O"
     if not (isinstance(values, Sequence) or is_of_objects) or isinstance(values, str):

@@ -160,19 +160,24 @@ class Planner:
         eligible = np.ones(num_clients, bool) if eligible is None else eligible
         every = np.broadcast_to(eligible, self._num_rows.shape)
         self._candidates = np.stack([np.flatnonzero(one) for one in every])
-        present = self._candidates.shape[1]
-        if clients_per_round > present:
+        self._check_candidates()
+
+    def _check_candidates(self) -> None:
+        """Refuses (ValueError) too few clients to draw, or none before the deadline."""
+        present, wanted = self._candidates.shape[1], self._clients_per_round
+        if wanted > present:
             raise ValueError(
-                f"--clients_per_round={clients_per_round}: {present} of {num_clients} "
+                f"--clients_per_round={wanted}: {present} of {self.num_clients} "
                 "clients may be drawn (--exclusive, --unseen_clients); lower it"
             )
-        if who is not None and who.round_seconds < np.inf:
-            for seed in self._seeds:
-                if not any(len(self._in_time(seed, n)) for n in range(SEEN_ROUNDS)):
-                    raise ValueError(
-                        f"--round_seconds={who.round_seconds:g}: no client does a "
-                        "local step and sends its messages in this time; raise it"
-                    )
+        if self._who is None or self._who.round_seconds == np.inf:
+            return
+        for seed in self._seeds:
+            if not any(len(self._in_time(seed, n)) for n in range(SEEN_ROUNDS)):
+                raise ValueError(
+                    f"--round_seconds={self._who.round_seconds:g}: no client does a "
+                    "local step and sends its messages in this time; raise it"
+                )
 
     def cohort(self, seed_index: int, round: int) -> types.Cohort:
         """Draws round 0, 1, ... with its plans, for the seed at `seed_index`."""

@@ -106,6 +106,7 @@ def make(
             "upload= sends, a whole number above 0"
         )
     model, tx = task.model, server_optimizer.make(hparams)
+    messages = _messages(task, sent, upload_bytes)
 
     def init(data: types.Data, key: jax.Array) -> types.RoundState:
         server = task.init(model, key)
@@ -168,12 +169,6 @@ def make(
     def adapted(client: each_client.Client, start: types.Variables, server: Any):
         return adapt(client, start, model_of(server))
 
-    messages = traffic.model_both_ways(task, model)
-    if sent is not None:
-        messages = traffic.both_ways("model", shapes.tree_bytes(sent.sent(sent.like)))
-    if upload_bytes:
-        down, up = messages
-        messages = down, up._replace(num_bytes=upload_bytes)
     return types.Algorithm(
         plans=(local_training.plan(hparams),),
         messages=messages,
@@ -185,6 +180,17 @@ def make(
         # Its source is that of `adapt`, by which a changed one is recognised.
         adapt=adapt and functools.wraps(adapt)(adapted),
     )
+
+
+def _messages(
+    task: types.Task, sent: boundary.Division | None, upload_bytes: int
+) -> tuple[types.MessageKind, ...]:
+    """The model's messages down and up, with what travels of it; see `make`."""
+    down, up = traffic.model_both_ways(task, task.model)
+    if sent is not None:
+        size = shapes.tree_bytes(sent.sent(sent.like))
+        down, up = traffic.both_ways("model", size)
+    return down, up._replace(num_bytes=upload_bytes) if upload_bytes else up
 
 
 def partial(
@@ -212,8 +218,9 @@ def partial(
         trained = local_training.train(hparams, loss_fn, start, client)
         return trained, division.kept(trained.variables)
 
-    given = {"own": division.kept, "sent": division, "build": whole}
-    return make(hparams, task, client_update, **given)
+    return make(
+        hparams, task, client_update, own=division.kept, sent=division, build=whole
+    )
 
 
 def without_own(start: types.Variables) -> dict[str, Any]:

@@ -129,6 +129,8 @@ def divided(
 ) -> Division:
     """The division of a model by bools: one for each stage, or a prefix of Variables.
 
+    Raises ValueError if a list has another length than the model has stages.
+
     Examples:
         >>> from models import MODELS
         >>> mlp = MODELS["mlp"](10)

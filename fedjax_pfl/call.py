@@ -65,6 +65,25 @@ class Work(NamedTuple):
     executed_steps: np.ndarray
 
 
+class Pending(NamedTuple):
+    """The results of a call's rounds that are not yet accounted for.
+
+    Attributes:
+        metrics: (sums, counts) f32[variants] of the last round by name.
+        messages: int32[variants, T, kinds], those of each round of the window.
+        diverged: int32[variants], the first round, counted from 1, after which
+            something was not finite, 0 = none.
+        seconds: f32[variants, T], the simulated seconds, () without a clock.
+        work: The cost of the rounds.
+    """
+
+    metrics: Any
+    messages: jax.Array
+    diverged: jax.Array
+    seconds: Any
+    work: Work
+
+
 @dataclasses.dataclass
 class Call:
     """The variants that one call of the program runs.
@@ -77,12 +96,11 @@ class Call:
         partition: The data of their seeds, which are its leading axis.
         state: Stacked RoundState, None before the start.
         round: Rounds done.
-        pending: (metrics, messages, diverged, simulated seconds, work) of a call not
-            yet accounted for.
+        pending: The results that `settle` has not yet counted, None = nothing.
         evaluated: What was dispatched to evaluate the present state, None = nothing.
         launched: (results, the round after them, work) of rounds that were dispatched
             and took the present state's memory, None = nothing. See `land`.
-        free_since: Since when the devices can compute these, `time.perf_counter()`.
+        free_since: When the devices became free for these, by `time.perf_counter()`.
         metrics: (sums, counts) of the last round by name, a float for each variant.
     """
 
@@ -94,7 +112,7 @@ class Call:
     partition: types.Partition
     state: types.RoundState | None = None
     round: int = 0
-    pending: tuple[Any, jax.Array, jax.Array, Any, Work] | None = None
+    pending: Pending | None = None
     evaluated: Any = None
     launched: tuple[Any, int, Work] | None = None
     free_since: float = 0.0
@@ -143,7 +161,8 @@ class Call:
     def land(self) -> None:
         """Goes on to the launched rounds. What they measured pends until `settle`."""
         (state, *measured), until, work = self.launched
-        self.state, self.round, self.pending = state, until, (*measured, work)
+        pending = Pending(*measured, work)
+        self.state, self.round, self.pending = state, until, pending
         self.evaluated = self.launched = None
         execution.read_soon(measured)
 
@@ -152,20 +171,19 @@ class Call:
         if self.pending is None:
             return
         jax.block_until_ready(self.state)
-        metrics, sent, diverged, seconds, work = self.pending
-        sent = np.asarray(sent, np.int64).sum(1)
+        found = self.pending
         self.metrics = {
             name: tuple(np.asarray(part, np.float64).tolist() for part in pair)
-            for name, pair in metrics.items()
+            for name, pair in found.metrics.items()
         }
-        totals.messages[self.rows] += sent
-        before = totals.diverged[self.rows]
-        totals.diverged[self.rows] = np.where(before, before, np.asarray(diverged))
+        totals.messages[self.rows] += np.asarray(found.messages, np.int64).sum(1)
+        before, new = totals.diverged[self.rows], np.asarray(found.diverged)
+        totals.diverged[self.rows] = np.where(before, before, new)
         if totals.clock is not None:
             # One after another, so that the length of calls does not matter.
-            for lasted in np.asarray(seconds, np.float64).T:
+            for lasted in np.asarray(found.seconds, np.float64).T:
                 totals.clock[self.rows] += lasted
-        for name, counts in work._asdict().items():
+        for name, counts in found.work._asdict().items():
             setattr(totals, name, getattr(totals, name) + int(counts.sum()))
         self.pending = None
 
@@ -195,7 +213,7 @@ class Call:
         return every
 
 
-def made(
+def make_calls(
     index: Variants,
     vmaps: Mapping[str, bool],
     partition: types.Partition,

@@ -116,7 +116,9 @@ def weights(kind: str, cohort: types.Cohort, data: types.Data) -> jax.Array:
     return stacked.take(data.partition.train.count, source).astype(jnp.float32)
 
 
-def asked(tree: Any, row: jax.Array, cohort: types.Cohort) -> tuple[Any, types.Cohort]:
+def fetch_rows(
+    tree: Any, row: jax.Array, cohort: types.Cohort
+) -> tuple[Any, types.Cohort]:
     """Small private rows at slots int32[C] or int32[C, n], on every device.
 
     `tree` has leaves [K, ...]. Returns also the cohort, with which later rows travel

@@ -501,7 +501,8 @@ def over_clients(
         each has its `bound`, `level` int32[C], `reduce` f32[C] or a prefix pytree of
         such, `local` leaves [devices, ...], and `out` leaves [C, ...].
         With `reduce`, `fns` return `(kept, given)` and so does this, where `given` is
-        summed over the rows with these weights.
+        summed over the rows with these weights. It raises ValueError unless C is a
+        multiple of chunk x devices.
     """
 
     def on_device(mine: Any, shared: Any, local: Any) -> Any:

@@ -6,7 +6,7 @@ rows. No model runs twice on a row, and the `Score` defines what is summed. `joi
 combines both results on the host.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -219,7 +219,6 @@ def of_clients(
     peers = _of_peers(algorithm, served)
     every = ids, cohort, jnp.arange(num_rows)
     ids, cohort, places = exchange.behind(every, peers)
-    given = state, cohort, data
     start, count, is_sampled = _of_ids(ids, test.start, test.count, is_sampled)
     out: dict[str, Any] = {}
     scored = jnp.zeros(0, jnp.int32)
@@ -245,8 +244,7 @@ def of_clients(
 
     def of_groups(
         groups: tuple[types.Serving, ...], score: scores.Score, scored: jax.Array
-    ) -> tuple[Any, tuple[jax.Array, ...], jax.Array, jax.Array]:
-        """(own sums, whether shared models serve, `known`, `cross`) of groups."""
+    ) -> _OfClients:
         own, shared = None, []
         known, cross = jnp.zeros(num_rows, bool), jnp.zeros(scored.shape, jnp.int32)
         for group in groups:
@@ -274,16 +272,34 @@ def of_clients(
             )
             if scored.size:
                 cross += rights(group, entry_of, scored)
-        return own, tuple(shared), known, cross
+        return _OfClients(own, tuple(shared), known, cross)
 
-    own, shared, out["known"], cross = of_groups(served, score, scored)
-    out["serving"] = own, shared
+    serving = of_groups(served, score, scored)
+    out["known"], out["serving"] = serving.known, (serving.own, serving.shared)
     if scoring.num_scored:
-        out["cross"] = cross
+        out["cross"] = serving.cross
     if _has_other_trained(algorithm):
-        found = of_groups(algorithm.trained(*given), score.without_measures, scored[:0])
-        out["trained"] = found[:2]
+        groups = algorithm.trained(state, cohort, data)
+        trained = of_groups(groups, score.without_measures, scored[:0])
+        out["trained"] = trained.own, trained.shared
     return out
+
+
+class _OfClients(NamedTuple):
+    """What groups of models give on their clients' own test rows.
+
+    Attributes:
+        own: Sums, leaves [R, ...], 0 where a client has no model of its own; None =
+            all models are shared.
+        shared: bool[R] for each model that clients share, whether it serves them.
+        known: bool[R], the clients in the sample that a model serves.
+        cross: int32[S], right answers of the scored clients' own models on the union.
+    """
+
+    own: Any
+    shared: tuple[jax.Array, ...]
+    known: jax.Array
+    cross: jax.Array
 
 
 class Adaptation(NamedTuple):
@@ -358,9 +374,9 @@ def _of_ids(ids: jax.Array, *tables: jax.Array) -> list[jax.Array]:
 
 
 def _of_peers(algorithm: types.Algorithm, groups: tuple[types.Serving, ...]) -> Any:
-    """The models that clients have mixed from their peers', behind which all else is.
+    """The models that clients mixed with their peers', which all else waits for.
 
-    On a CPU nothing may be communicated while the rows of peers travel.
+    On a CPU nothing else may communicate while the rows of peers travel.
     """
     return [one.own for one in groups if algorithm.peers and not one.is_by_row]
 
@@ -523,6 +539,39 @@ def _summed(of_batch: Callable[[Any], Any], bound: jax.Array) -> Any:
     return jax.lax.fori_loop(0, bound, step, nothing)
 
 
+def _sums_of_block(
+    found: tuple[Any, Sequence[np.ndarray]],
+    shared: Sequence[tuple[Any, Any]],
+    clients: np.ndarray,
+    real: np.ndarray,
+) -> Iterator[tuple[np.ndarray, Any]]:
+    """(clients int[n], their sums, leaves [n, ...]) of each kind of model in a block.
+
+    `found` and `shared` are the results of both programs, and `clients` int[C] those
+    of the rows in `real` bool[R].
+    """
+    own, serves = found
+    if own is not None:
+        yield clients, stacked.at(own, real)
+    for is_served, (sums, _) in zip(serves, shared, strict=True):
+        mine = clients[is_served[real]]
+        yield mine, stacked.at(sums, mine)
+
+
+def _cross_of_block(
+    found: dict[str, Any], shared: Sequence[tuple[Any, Any]], slot: np.ndarray
+) -> np.ndarray:
+    """int[S]: right answers on the union of a block's scored clients, own or shared.
+
+    `slot` int[K + 1] is the row of each of the block's clients.
+    """
+    scored, total = found["scored"], found["cross"]
+    for is_served, (_, right) in zip(found["serving"][1], shared, strict=True):
+        hit = is_served[slot[scored]] & (scored < len(slot) - 1)
+        total = total + np.where(hit, right, 0)
+    return total
+
+
 def joined(
     shared: dict[str, Any],
     blocks: Iterable[tuple[np.ndarray, dict[str, Any]]],
@@ -555,30 +604,19 @@ def joined(
         for name, kind in kinds.items():
             if kind not in found:
                 continue
-            own, serves = found[kind]
-            parts = [] if own is None else [(clients, stacked.at(own, real))]
-            for is_served, (sums, _) in zip(serves, shared[kind], strict=True):
-                mine = clients[is_served[real]]
-                parts.append((mine, stacked.at(sums, mine)))
-            for mine, part in parts:
+            for mine, sums in _sums_of_block(found[kind], shared[kind], clients, real):
                 if name not in out:
                     out[name] = jax.tree.map(
-                        lambda x: np.zeros((num_clients, *x.shape[1:]), x.dtype), part
+                        lambda x: np.zeros((num_clients, *x.shape[1:]), x.dtype), sums
                     )
-                for total, x in zip(
-                    *map(jax.tree.leaves, (out[name], part)), strict=True
-                ):
+                pairs = zip(*map(jax.tree.leaves, (out[name], sums)), strict=True)
+                for total, x in pairs:
                     total[mine] += x
         if "scored" in found:
             scored.append(found["scored"])
             slot = np.zeros(num_clients + 1, int)
             slot[clients] = np.flatnonzero(real)
-            total = found["cross"]
-            pairs = zip(found["serving"][1], shared["serving"], strict=True)
-            for is_served, (_, right) in pairs:
-                hit = is_served[slot[scored[-1]]] & (scored[-1] < num_clients)
-                total = total + np.where(hit, right, 0)
-            cross.append(total)
+            cross.append(_cross_of_block(found, shared["serving"], slot))
     if has_trained and "own" in out:
         out.setdefault("trained", out["own"])
     if scored:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import struct
 
 from fedjax_pfl import (
@@ -298,6 +299,44 @@ def _masks(
     return mask, tuple(optimizer.any_of(part) for part in mask)
 
 
+def _objective_step(
+    objective: Objective,
+    hparams: LocalTraining,
+    tx: optax.GradientTransformation,
+    carry: each_client.Trained,
+    batch: Batch,
+    real: jax.Array,
+) -> tuple[each_client.Trained, jax.Array, Any]:
+    """One optimizer step of an objective, which changes nothing unless `real` bool[].
+
+    Returns (the carry with new parameters, statistics and optimizer state, the loss
+    f32[], the scalars of `objective.measure`, () without it).
+    """
+    params, stats = carry.params, carry.stats
+    loss_fn = functools.partial(_loss, objective.loss_fn)
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, new_stats), grads = gradient(params, stats, batch)
+    measured = _measured(objective, grads)
+    measured = jax.tree.map(lambda x: jnp.where(real, x, 0), measured)
+    if objective.adjust is not None:
+        grads = _checked(objective.adjust(params, grads), params, "adjust")
+    trainable, held = _masks(objective, batch, real, len(params))
+    grads = optimizer.clip(grads, hparams.clip_norm, trainable)
+    new, opt_state = optimizer.apply_gradients(
+        tx, grads, carry.opt_state, params, trainable
+    )
+    if objective.project is not None:
+        projected = _checked(objective.project(new), new, "project")
+        new = boundary.select(real, projected, new)
+    stats = boundary.select(held, new_stats, stats)
+    return carry.replace(params=new, stats=stats, opt_state=opt_state), loss, measured
+
+
+def _measured(objective: Objective, grads: types.Params) -> Any:
+    """What an objective measures of its gradients, () if it measures nothing."""
+    return () if objective.measure is None else objective.measure(grads)
+
+
 def train(
     hparams: LocalTraining,
     objectives: LossFn | Objective | Sequence[LossFn | Objective],
@@ -320,6 +359,13 @@ def train(
             client's persistent one, or a fresh one where none persists.
         tag: Stream of the steps' keys.
 
+    Returns:
+        The model after the last step, and what was measured; see `each_client.Trained`.
+
+    Raises:
+        ValueError: the optimizer state is that of another number of stages, or a
+            function of an objective returns something of another form.
+
     Examples:
         >>> rows = types.ClientRows(jnp.arange(2), jnp.array([0]), jnp.array([2]))
         >>> parts = types.Partition(rows, rows, ())
@@ -336,7 +382,6 @@ def train(
     if callable(objectives) or isinstance(objectives, Objective):
         objectives = (objectives,)
     objectives = tuple(Objective(one) if callable(one) else one for one in objectives)
-    measures = [one.measure or (lambda grads: ()) for one in objectives]
     data = client.data
     tx = optimizer.make(hparams, optimizer.learning_rate(hparams, client.round))
     given = client.opt_state if opt_state is None else opt_state
@@ -360,37 +405,16 @@ def train(
         place = jnp.where(mask, position, fill) if fill else jnp.maximum(position, 0)
         image, label, chosen = data.train_batch(row_at(place), place, own)
         batch = Batch(image, label, mask, position, index, epoch, own, chosen)
-        params, stats, opt_state = carry.params, carry.stats, carry.opt_state
         real, measured = mask.any(), []
-        for number, objective in enumerate(objectives):
-            loss_fn = functools.partial(_loss, objective.loss_fn)
-            gradient = jax.value_and_grad(loss_fn, has_aux=True)
-            (loss, new_stats), grads = gradient(params, stats, batch)
-            more = jax.tree.map(
-                lambda x: jnp.where(real, x, 0), measures[number](grads)
+        for objective, before in zip(objectives, carry.measured, strict=True):
+            carry, loss, more = _objective_step(
+                objective, hparams, tx, carry, batch, real
             )
-            measured.append(jax.tree.map(jnp.add, carry.measured[number], more))
-            if objective.adjust is not None:
-                grads = objective.adjust(params, grads)
-                grads = _checked(grads, params, "adjust")
-            trainable, held = _masks(objective, batch, real, num_stages)
-            grads = optimizer.clip(grads, hparams.clip_norm, trainable)
-            params, opt_state = optimizer.apply_gradients(
-                tx, grads, opt_state, params, trainable
-            )
-            if objective.project is not None:
-                projected = _checked(objective.project(params), params, "project")
-                params = boundary.select(real, projected, params)
-            stats = boundary.select(held, new_stats, stats)
+            measured.append(jax.tree.map(jnp.add, before, more))
         seen = losses.batch_count(mask, chosen).astype(jnp.int32)
         total, count = carry.loss
-        return each_client.Trained(
-            params=params,
-            stats=stats,
-            opt_state=opt_state,
-            loss=(total + jnp.where(real, loss * seen, 0), count + seen),
-            measured=tuple(measured),
-        )
+        total = total + jnp.where(real, loss * seen, 0)
+        return carry.replace(loss=(total, count + seen), measured=tuple(measured))
 
     begun = given if is_kept else optimizer.init(tx, start.params)
     first = each_client.Trained(
@@ -399,7 +423,10 @@ def train(
         opt_state=optimizer.seeded(begun, key),
         loss=(jnp.zeros(()), jnp.zeros((), jnp.int32)),
         measured=tuple(
-            stacked.zeros(jax.eval_shape(one, start.params)) for one in measures
+            stacked.zeros(
+                jax.eval_shape(functools.partial(_measured, one), start.params)
+            )
+            for one in objectives
         ),
     )
     trained = client.run(step, first)

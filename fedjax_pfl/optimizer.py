@@ -253,8 +253,9 @@ def check(hparams: Any, params: types.Params | None = None) -> None:
     """Checks the optimizer's options before anything is compiled.
 
     With the shapes of a model's `params` a custom one's first state is checked too.
-    Raises ValueError for an option that it lacks, or for a state that persists and is
-    made of the parameters, which are not there yet, or of a rate that decays.
+    Raises ValueError for an option that the optimizer lacks, and for a state that
+    persists although it depends on the parameters, which do not exist yet, or on a
+    learning rate that decays.
     """
     tx = make(hparams, 0.1)
     is_kept = getattr(hparams, "optimizer_state", "reset") == "persist"
@@ -290,7 +291,7 @@ PROBE = ({"kernel": np.zeros((2, 3), np.float32)}, {"bias": np.zeros(3, np.float
 def fingerprint(given: Custom) -> str:
     """The hash of a custom optimizer's computation on two arrays.
 
-    Of one that needs a whole model it is that of its code.
+    If it fails on these, as one that needs a whole model, its code is hashed instead.
     """
     try:
         return fingerprint_lib.of(given.step, 0.1, PROBE, PROBE)

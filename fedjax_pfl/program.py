@@ -222,7 +222,7 @@ def checked_round(algorithm: types.Algorithm, *given: Any) -> tuple:
     return state, metrics, sent
 
 
-def made(
+def make_algorithm(
     make: Callable[[Any, types.Task], types.Algorithm], hparams: Any, task: types.Task
 ) -> types.Algorithm:
     """Calls `make`; ValueErrors as in `build`."""
@@ -259,7 +259,7 @@ def build(
         ValueError: one line: `make` returned something else, or clients have several
             architectures and the algorithm takes one.
     """
-    algorithm = made(make, hparams, task)
+    algorithm = make_algorithm(make, hparams, task)
     structure, floats = options.split_floats(hparams)
     fields = dataclasses.fields(structure)
     # A method or a closure may hold incomparable values, so it is built again.

@@ -76,17 +76,23 @@ class Simulation:
         clock = np.zeros(self.variants.count) if planner.has_clock else None
         self.totals = Totals(sent, np.zeros(self.variants.count, int), clock)
         values = [program.floats | dict(point) for point in points]
-        given = data.partition, list(seeds), values, execution
-        self.calls = call_lib.made(self.variants, program.vmaps, *given)
+        self.calls = call_lib.make_calls(
+            self.variants, program.vmaps, data.partition, seeds, values, execution
+        )
         num_clients = data.partition.train.start.shape[1]
-        self.rows = choose.chosen(num_clients, execution, self.template, rows_in)
-        specs = program.algorithm.plans
-        given = planner, len(seeds), self.calls, specs, execution, self.rows
-        self.windows = windows.Windows(*given)
+        self.rows = choose.make_rows(num_clients, execution, self.template, rows_in)
+        self.windows = windows.Windows(
+            planner,
+            len(seeds),
+            self.calls,
+            program.algorithm.plans,
+            execution,
+            self.rows,
+        )
         self._window: Window | None = None
         self._digest: tuple[list[int], str] | None = None
         self._use(program, execution)
-        # Seconds of a round of the last call, so many that the first call has one
+        # Seconds of a round of the last call; the first call is to have one round
         self._round_seconds = CALL_SECONDS
 
     @property
@@ -301,8 +307,9 @@ class Simulation:
     def _use(self, program: program_lib.Program, execution: types.Execution) -> None:
         """Continues with a program, whose evaluations have to be compiled first."""
         self.program, self.execution = program, execution
-        given = program, execution, self.data, self.rows, self.windows
-        self.evaluations = Evaluations(*given)
+        self.evaluations = Evaluations(
+            program, execution, self.data, self.rows, self.windows
+        )
 
     def _fit_program(self) -> None:
         """Takes the program for as many rows as there are; a window may need more."""

@@ -612,6 +612,7 @@ class RoundState:
         return self.clients, self.opt_state
 
     def with_private(self, private: tuple[Any, Any]) -> RoundState:
+        """The state with other private rows and optimizer states, as in `private`."""
         return self.replace(clients=private[0], opt_state=private[1])
 
     def rows(self, cohort: Cohort) -> Any:
@@ -641,8 +642,8 @@ class RoundState:
 class Serving:
     """A group of models, and the clients that each of them serves.
 
-    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True; this
-    is the client's slot where rows are shared out, or on the host. The model is row m
+    Entry m serves client `client_id[m]` (int32[M]) where `mask` bool[M] is True. If
+    rows are shared out or on the host, `client_id` holds slots. The model is row m
     of `own` (Variables with leaves [M, ...]), or `build(shared, row)`, called where the
     model is needed so that the models never all exist at once. With `own` None the
     model `shared` serves them all. `model`, `build` and `is_by_row` are static. With
@@ -775,8 +776,11 @@ class Algorithm(NamedTuple):
 
     def serving_groups(
         self, state: RoundState, cohort: Cohort, data: Data, num_clients: int
-    ):
-        """The `serving` groups, or one in which the server's first model serves all."""
+    ) -> tuple[Serving, ...]:
+        """The `serving` groups, or one in which the server's first model serves all.
+
+        `num_clients` are the clients (or private rows) that this one group serves.
+        """
         if self.serving is not None:
             return self.serving(state, cohort, data)
         model, variables = next(iter(self.server(state, data).values()))

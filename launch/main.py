@@ -43,32 +43,11 @@ def _execute(
         done = folder.open()
     if done is not None:
         folder.finish()
-        for name in ("tensorboard", "wandb"):
-            if getattr(experiment.config, name):
-                cure = f"build.load({str(folder.path)!r}, {name}=...).run() logs it"
-                say(f"note: --{name} has no effect on a finished run; {cure}")
-        best = processes.on_first(lambda: folder.best)
-        if experiment.config.keep_best and not best:
-            say(
-                "note: --keep_best has no effect on a finished run; choose another "
-                "--workdir"
-            )
-        if done.get("stopped_early"):
-            say(words.early_stop(experiment.config, done["rounds"]))
-        say(f"{folder.path} holds this finished run:\n{words.table(done)}")
+        _say_finished(experiment, folder, done)
         return done
     config = experiment.config
     say("\n".join(words.rules(experiment)))
-    is_file = algorithm_file.is_one(algo)
-    say(
-        f"{config.algo}{f' of {algo}' * is_file} on {config.dataset}: "
-        f"{config.num_clients} clients, "
-        f"{config.clients_per_round} a round, {config.rounds} rounds, "
-        f"{config.num_seeds} seed(s), on "
-        f"{words.devices(experiment.task.execution.num_devices, devices.name())} -> "
-        f"{folder.path}",
-        flush=True,
-    )
+    say(_headline(experiment, folder, algo), flush=True)
     if config.resume and is_new:
         say(f"--resume: {folder.path} holds no run yet, a new one starts")
     if experiment.round:
@@ -76,21 +55,9 @@ def _execute(
     stop = Stop()
     experiment.train(stop, folder)
     if not experiment.is_over:
-        is_script = sys.argv[:1] == ["fedjax-pfl run"]
-        same = [f"--flagfile={folder.path / 'run.flags'}"]
-        same += [f"--algo={algo}"] * is_file
-        same += [f"--workdir={folder.path}"]
-        here = {name: getattr(config, name) for name in _OF_A_PROCESS}
-        same += [f"--{name}={value}" for name, value in here.items() if value]
-        each = config.distributed not in ("", "auto")
-        same += ["--distributed=auto"] * (config.distributed == "auto")
-        say(
-            f"stopped after round {experiment.round}; continue with: "
-            f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "
-            f"{shlex.join([*same, '--resume'])}"
-            f"{', in each process with its own --distributed' * each}",
-            file=sys.stderr,
-        )
+        command = _continuation(experiment, folder, algo)
+        line = f"stopped after round {experiment.round}; continue with: {command}"
+        say(line, file=sys.stderr)
         raise SystemExit(128 + stop.signal)
     if experiment.stopped_early:
         say(words.early_stop(config, experiment.round))
@@ -102,6 +69,60 @@ def _execute(
         # The run is complete, but a loop over several runs must end.
         raise SystemExit(128 + stop.signal)
     return folder.summary
+
+
+def _say_finished(
+    experiment: experiment_lib.Experiment, folder: workdir.Workdir, done: dict[str, Any]
+) -> None:
+    """Shows a finished run, and the options that have no effect on it."""
+    config, say = experiment.config, processes.say
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name):
+            cure = f"build.load({str(folder.path)!r}, {name}=...).run() logs it"
+            say(f"note: --{name} has no effect on a finished run; {cure}")
+    best = processes.on_first(lambda: folder.best)
+    if config.keep_best and not best:
+        say(
+            "note: --keep_best has no effect on a finished run; choose another "
+            "--workdir"
+        )
+    if done.get("stopped_early"):
+        say(words.early_stop(config, done["rounds"]))
+    say(f"{folder.path} holds this finished run:\n{words.table(done)}")
+
+
+def _headline(
+    experiment: experiment_lib.Experiment, folder: workdir.Workdir, algo: Any
+) -> str:
+    """The first line of a run: method, data, clients, devices and folder."""
+    config, num_devices = experiment.config, experiment.task.execution.num_devices
+    is_file = algorithm_file.is_one(algo)
+    return (
+        f"{config.algo}{f' of {algo}' * is_file} on {config.dataset}: "
+        f"{config.num_clients} clients, "
+        f"{config.clients_per_round} a round, {config.rounds} rounds, "
+        f"{config.num_seeds} seed(s), on "
+        f"{words.devices(num_devices, devices.name())} -> {folder.path}"
+    )
+
+
+def _continuation(
+    experiment: experiment_lib.Experiment, folder: workdir.Workdir, algo: Any
+) -> str:
+    """The command that continues a stopped run, quoted for a shell."""
+    config, is_script = experiment.config, sys.argv[:1] == ["fedjax-pfl run"]
+    same = [f"--flagfile={folder.path / 'run.flags'}"]
+    same += [f"--algo={algo}"] * algorithm_file.is_one(algo)
+    same += [f"--workdir={folder.path}"]
+    here = {name: getattr(config, name) for name in _OF_A_PROCESS}
+    same += [f"--{name}={value}" for name, value in here.items() if value]
+    each = config.distributed not in ("", "auto")
+    same += ["--distributed=auto"] * (config.distributed == "auto")
+    return (
+        f"{'fedjax-pfl run' if is_script else 'python -m launch.main'} "
+        f"{shlex.join([*same, '--resume'])}"
+        f"{', in each process with its own --distributed' * each}"
+    )
 
 
 @ending.command

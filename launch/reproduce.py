@@ -40,6 +40,15 @@ def _parse(argv: Sequence[str]) -> tuple[str, here.Options, dict[str, Any]]:
     return names[0], here.Options(**mine), given
 
 
+def _show(table: here.Table, output: str) -> None:
+    """Prints the table as Markdown, and writes it to the file `output` unless ""."""
+    text = sheets.markdown(table.shown())
+    if output and processes.is_first():
+        with ending.writing("output", output):
+            pathlib.Path(output).write_text(text)
+    processes.say(text, flush=True)
+
+
 @ending.command
 def command(argv: list[str]) -> None:
     """Runs the missing cells of a table and prints the table."""
@@ -50,11 +59,7 @@ def command(argv: list[str]) -> None:
     try:
         with ending.refused():
             for _ in table.fill():
-                text = sheets.markdown(table.shown())
-                if asked.output and processes.is_first():
-                    with ending.writing("output", asked.output):
-                        pathlib.Path(asked.output).write_text(text)
-                processes.say(text, flush=True)
+                _show(table, asked.output)
             if asked.report and processes.is_first():
                 table.write_page()
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from fedjax_pfl.rows.hosted import Hosted
 from fedjax_pfl.rows.kinds import Replicated, Rows, Sharded
 
 
-def chosen(
+def make_rows(
     num_clients: int,
     how: execution.Execution,
     template: Callable[[], types.RoundState],

@@ -93,10 +93,10 @@ def put(
 
 
 def behind(tree: Any, known: Any) -> Any:
-    """A tree whose integers and bools XLA computes from what a device knows.
+    """Makes the integers and bools of a tree depend on `known`, for XLA's scheduler.
 
-    They stay the same. `known` has any numbers, and of `tree` leaves of at most two
-    axes count.
+    Their values stay the same. `known` is any tree of arrays. Leaves of `tree` with
+    more than two axes, and floats, are returned as they are.
     """
     if not _makes_trips():
         return tree

@@ -58,7 +58,7 @@ def _cut(
 
 
 def differ(rows: Any, common: Any) -> np.ndarray:
-    """bool[N]: whose rows, leaves [N, ...], differ from one, leaves [...], in bytes."""
+    """bool[N]: which rows, leaves [N, ...], differ in bytes from `common`, [...]."""
 
     def in_bytes(leaf: np.ndarray, count: int) -> np.ndarray:
         return np.ascontiguousarray(leaf).reshape(count, -1).view(np.uint8)

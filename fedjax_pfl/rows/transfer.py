@@ -25,6 +25,18 @@ WAITING_BYTES = {"cpu": 2 * CHUNK_BYTES}
 WAITING_BYTES_ELSEWHERE = 256 << 20
 
 
+class Part(NamedTuple):
+    """The clients int[n] of a chunk of one variant and device, n > 0.
+
+    `place` is where they are among the chunk's D * m places.
+    """
+
+    variant: int
+    device: int
+    ids: np.ndarray
+    place: slice
+
+
 class Chunk(NamedTuple):
     """Clients whose rows travel together, at most m for each variant and device.
 
@@ -35,14 +47,15 @@ class Chunk(NamedTuple):
     ids: list[list[np.ndarray]]
     slot: np.ndarray
 
-    def parts(self) -> Iterator[tuple[int, int, np.ndarray, slice]]:
-        """(variant, device, clients int[n], their place among the D * m), n > 0."""
+    def parts(self) -> Iterator[Part]:
+        """Its clients, for each variant and device that has some."""
         size = self.slot.shape[1] // len(self.ids[0])
         for variant, of_devices in enumerate(self.ids):
             for device, ids in enumerate(of_devices):
                 if len(ids):
                     begin = device * size
-                    yield variant, device, ids, slice(begin, begin + len(ids))
+                    place = slice(begin, begin + len(ids))
+                    yield Part(variant, device, ids, place)
 
 
 def chunks(

@@ -51,6 +51,7 @@ def joined(trees: Sequence[Any]) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
+    """Whether a leaf holds random keys, as of `jax.random.key`."""
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

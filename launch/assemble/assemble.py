@@ -97,15 +97,15 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
     # Own validation rows change nothing but what is measured on them.
     others = source.image[: source.num_dealt]
     normal = dataset.normalization(others, config.normalization)
-    found = models_step.made(settings, normal)
+    found = models_step.make(settings, normal)
     _refuse_large(settings, found.clients, target)
-    data, of_data = data_step.made(settings, seeds, normal, found)
-    planned = task_step.made(settings, seeds, found, data)
+    data, of_data = data_step.make(settings, seeds, normal, found)
+    planned = task_step.make(settings, seeds, found, data)
     points = sweep.of(config.sweep, hparams, tuple(vars(config)))
     fit.check_points(config.sweep, settings.entry, hparams, points, planned.task)
     # The compiled program takes the points' numbers as arguments.
     first = dataclasses.replace(hparams, **points[0])
-    task = execution_step.chosen(settings, planned, data, first, len(points), target)
+    task = execution_step.choose(settings, planned, data, first, len(points), target)
     made, of_others = _program(settings, planned, task, data, first, points)
     if made.program.algorithm.is_among_zeros:
         models_step.check_slices(settings, normal, found.server, task.execution)
@@ -226,7 +226,7 @@ def _program(
     _check_options(settings, program.algorithm)
     if config.eval_moments != "before":
         hashed(hparams)  # a trace of the round refuses what cannot be measured alone
-    who = clients_step.made(settings, planned, program.algorithm)
+    who = clients_step.make(settings, planned, program.algorithm)
     planner = planned.planner(program.algorithm, how, who)
     if how.platform == "gpu" and who is None:
         fixed = _fixed_steps(program.algorithm.plans, planned.num_rows)

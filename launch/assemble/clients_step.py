@@ -9,7 +9,7 @@ from launch.assemble.task_step import Planned
 from models import counts
 
 
-def made(
+def make(
     settings: Settings, planned: Planned, algorithm: types.Algorithm
 ) -> participation.Participation | None:
     """Who takes part; None = all clients, for all their steps and without a clock.

@@ -170,9 +170,9 @@ def of_algorithm(
 
     def method_of(values: dict[str, Any]) -> tuple[Any, types.Algorithm]:
         given = dataclasses.replace(structure, **values)
-        return given, check.of(program_lib.made(make, given, task))
+        return given, check.of(program_lib.make_algorithm(make, given, task))
 
-    method = program_lib.made(make, hparams, task)
+    method = program_lib.make_algorithm(make, hparams, task)
     planner = planner_of(method, how)
     tables = data.of_seed(0)
     kind = scores.Words() if data.num_words else scores.Classes()

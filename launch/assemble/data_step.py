@@ -15,7 +15,7 @@ from launch.config import resolve, schema
 from launch.machine import processes
 
 
-def made(
+def make(
     settings: Settings,
     seeds: Sequence[int],
     normal: models_step.Normal,
@@ -40,11 +40,7 @@ def made(
     splits, vals = _with_validation(settings, splits, each)
     image, label = source.image, source.label
     if settings.public is not None:
-        # Public rows follow those of the data set, and their labels are never read.
-        row = np.arange(len(label), len(label) + len(settings.public))
-        splits = [split._replace(proxy=row) for split in splits]
-        image = np.concatenate([image, settings.public])
-        label = np.concatenate([label, np.zeros(len(settings.public), label.dtype)])
+        image, label, splits = _with_public(settings, splits)
     others: list[Any] = []
     if resolve.num_unseen(config):
         pairs = zip(splits, _unseen(settings, each), strict=True)
@@ -56,27 +52,7 @@ def made(
     )
     lines = notes.of_clients(config, source, splits, vals)
     stacked = partitions.stack(splits, vals, others)
-    if not (stacked.test.row >= 0).any(1).all():
-        cause = "clients are too small; lower --num_clients or take pool"
-        if config.test_split == "official" and config.partition == "natural":
-            cause = "all are of owners that are not among the --num_clients="
-            cause += f"{config.num_clients} clients; raise it, or take client_share"
-        raise ValueError(
-            f"--test_split={config.test_split} leaves no test row, as {cause}"
-        )
-    asked = {"unseen_clients": 0, "fine_tune_epochs": 0, "eval_moments": "before"}
-    for flag, off in asked.items():
-        given = getattr(config, flag)
-        # A round tests what it trained on test rows alone.
-        by_val = flag != "eval_moments"
-        has_val = by_val and any(one.owned.count.any() for one in vals)
-        if given != off and not (stacked.test.count.any() or has_val):
-            given = given if isinstance(given, str) else f"{given:g}"
-            raise ValueError(
-                f"--{flag}={given}: clients have no test rows on "
-                "which it could be measured; take --test_split=client_share"
-                f"{', or give --val_split=0.2' * by_val}"
-            )
+    _check_test_rows(config, stacked, vals)
     if config.augment != "none" and image.ndim != 4:
         raise ValueError(
             f"--augment={config.augment} changes images, these examples have the shape "
@@ -97,6 +73,47 @@ def made(
     measured = {"test": stacked.test.row}
     measured |= {"validation": stacked.val.row} if vals else {}
     return data, (*lines, *_notes(settings, found.known, measured))
+
+
+def _with_public(
+    settings: Settings, splits: Sequence[partitions.Split]
+) -> tuple[np.ndarray, np.ndarray, list[partitions.Split]]:
+    """(examples, labels, splits) with the public images as proxy rows.
+
+    They follow the rows of the data set, and their labels, 0, are never read.
+    """
+    image, label, public = settings.source.image, settings.source.label, settings.public
+    row = np.arange(len(label), len(label) + len(public))
+    label = np.concatenate([label, np.zeros(len(public), label.dtype)])
+    splits = [split._replace(proxy=row) for split in splits]
+    return np.concatenate([image, public]), label, splits
+
+
+def _check_test_rows(
+    config: schema.Config, partition: types.Partition, vals: Sequence[Any]
+) -> None:
+    """Refuses (ValueError) data without the test rows that an option measures on."""
+    if not (partition.test.row >= 0).any(1).all():
+        cause = "clients are too small; lower --num_clients or take pool"
+        if config.test_split == "official" and config.partition == "natural":
+            cause = "all are of owners that are not among the --num_clients="
+            cause += f"{config.num_clients} clients; raise it, or take client_share"
+        raise ValueError(
+            f"--test_split={config.test_split} leaves no test row, as {cause}"
+        )
+    needing = {"unseen_clients": 0, "fine_tune_epochs": 0, "eval_moments": "before"}
+    for flag, off in needing.items():
+        given = getattr(config, flag)
+        # A round tests what it trained on test rows alone.
+        by_val = flag != "eval_moments"
+        has_val = by_val and any(one.owned.count.any() for one in vals)
+        if given != off and not (partition.test.count.any() or has_val):
+            given = given if isinstance(given, str) else f"{given:g}"
+            raise ValueError(
+                f"--{flag}={given}: clients have no test rows on "
+                "which it could be measured; take --test_split=client_share"
+                f"{', or give --val_split=0.2' * by_val}"
+            )
 
 
 def _spec(config: schema.Config, seed: int) -> partitions.PartitionSpec:

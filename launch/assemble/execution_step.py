@@ -15,7 +15,7 @@ from launch.machine import devices, residence
 from models import counts
 
 
-def chosen(
+def choose(
     settings: Settings,
     planned: Planned,
     data: types.Data,

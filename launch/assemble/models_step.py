@@ -38,7 +38,7 @@ class Models(NamedTuple):
     notes: tuple[str, ...]
 
 
-def made(settings: Settings, normal: Normal) -> Models:
+def make(settings: Settings, normal: Normal) -> Models:
     """Makes the models that the options name; `normal` is the examples' mean and scale.
 
     Raises:

@@ -26,7 +26,7 @@ class Planned(NamedTuple):
     planner: Callable[..., plan.Planner]
 
 
-def made(
+def make(
     settings: Settings,
     seeds: Sequence[int],
     found: Models,

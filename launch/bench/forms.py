@@ -101,10 +101,7 @@ def step_cost(
 def command(argv: list[str]) -> None:
     """Prints a line for each model, number of clients and form."""
     with ending.refused():
-        asked, rest, _ = flags.asked(argv, Options, __doc__)
-        if rest:
-            line = f"{limits.shown(rest[0])} is not an option of this command"
-            raise ValueError(line)
+        asked = flags.options_alone(argv, Options, __doc__)
         options.check_one_of("target", asked.target, target.TPUS)
         options.check_one_of("precision", asked.precision, schema.PRECISIONS)
         names = cells.chosen("model", asked.model, models.MODELS)

@@ -20,7 +20,7 @@ from fedjax_pfl import options, shapes
 from fedjax_pfl.options import option
 from launch import build, ending
 from launch.bench import measure
-from launch.config import flags, limits
+from launch.config import flags
 from launch.tables import loops
 
 # The works, and the padding of their nets
@@ -79,10 +79,7 @@ def _device(torch: Any, asked: Options) -> Any:
 def command(argv: list[str]) -> None:
     """Times the loop, and prints a JSON object."""
     with ending.refused():
-        asked, rest, _ = flags.asked(argv, Options, __doc__)
-        if rest:
-            line = f"{limits.shown(rest[0])} is not an option of this command"
-            raise ValueError(line)
+        asked = flags.options_alone(argv, Options, __doc__)
         options.check_one_of("work", asked.work, PADDING)
         torch = loops.imported_torch()
         given = {"data_dir": asked.data_dir} if asked.data_dir else {}

@@ -84,6 +84,15 @@ def asked(
     return made, words, {name for name in kinds if values[name].present}
 
 
+def options_alone(argv: Sequence[str], kind: type, about: str) -> Any:
+    """Like `asked`, for a command that takes no words; ValueError for one."""
+    found, words, _ = asked(argv, kind, about)
+    if words:
+        line = f"{limits.shown(words[0])} is not an option of this command"
+        raise ValueError(line)
+    return found
+
+
 _DEFINERS = {
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -88,12 +88,12 @@ def start(given: str) -> None:
     flag = f"--distributed={given}"
     joined: tuple[Any, ...] = ()
     if given != "auto":
-        host, port, count, index = _parsed(given)
-        joined = f"{host}:{port}", count, index
-        if count == 1:
+        found = _parsed(given)
+        joined = f"{found.host}:{found.port}", found.count, found.index
+        if found.count == 1:
             return
-        _probe(flag, host, port, index)
-        _as_many_threads(count)
+        _probe(flag, found.host, found.port, found.index)
+        _as_many_threads(found.count)
     # This service would replace our handler of SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     missing = (
@@ -114,8 +114,17 @@ def start(given: str) -> None:
         watch(f"error: {_lost()}")
 
 
-def _parsed(given: str) -> tuple[str, int, int, int]:
-    """Parses `--distributed` into (host, port, count, index)."""
+class _Address(NamedTuple):
+    """The address of process 0, the number of processes, and which one this is."""
+
+    host: str
+    port: int
+    count: int
+    index: int
+
+
+def _parsed(given: str) -> _Address:
+    """Parses a `--distributed` other than auto; ValueError if it is not valid."""
     address, *numbers = given.split(",")
     host, _, port = address.rpartition(":")
     texts = (port, *numbers)
@@ -130,7 +139,7 @@ def _parsed(given: str) -> tuple[str, int, int, int]:
             f"--distributed={given}: expected a port below 65536 and an INDEX of "
             f"0..{max(count - 1, 0)}"
         )
-    return host, port, count, index
+    return _Address(host, port, count, index)
 
 
 def _as_many_threads(count: int) -> None:

@@ -24,7 +24,27 @@ from launch.run import history, summaries
 _BEFORE = re.compile(r"client_.*|worst_decile_.*")
 
 
-def _evaluations(config: Any, window: Sequence[int], after: int = -1) -> int:
+def _sha256(value: Any) -> str:
+    """The SHA-256 of a value's `repr`."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _notes(parts: assemble.Parts) -> tuple[str, ...]:
+    """Lines about how a run's options, data and models were taken."""
+    settings, program = parts.settings, parts.made.program
+    config, source = settings.config, settings.source
+    points = parts.points if program.algorithm.unused else parts.points[:1]
+    algorithms = [program.algorithm_of(program.floats | one) for one in points]
+    is_on_gpu = parts.made.task.execution.platform == "gpu"
+    return (
+        *notes.of_options(config, settings.hparams, settings.asked, algorithms),
+        *source.notes,
+        *notes.of_owners(config, source, settings.dropped_owners),
+        *(notes.of_gpus(config) if is_on_gpu else ()),
+    )
+
+
+def _num_evaluations(config: Any, window: Sequence[int], after: int = -1) -> int:
     """Counts the rounds behind `after` that are evaluated, see `Run.is_due`."""
     every, rounds = config.eval_every, config.rounds
     others = {r for r in (*window, rounds) if r > after and r % every}
@@ -84,19 +104,10 @@ class Run:
         self.trained_before = tuple(parts.trained_before)
         owners = source.owners if config.partition == "natural" else None
         self.owners = owners and owners[: config.num_clients]
-        names = repr((self.classes, self.owners)).encode()
-        self.names_sha256 = hashlib.sha256(names).hexdigest()
-        of_table = repr(self.columns or "").encode()
-        self.columns_sha256 = self.columns and hashlib.sha256(of_table).hexdigest()
+        self.names_sha256 = _sha256((self.classes, self.owners))
+        self.columns_sha256 = self.columns and _sha256(self.columns)
         self.dropped_owners = settings.dropped_owners
-        points = parts.points if program.algorithm.unused else parts.points[:1]
-        algorithms = [program.algorithm_of(program.floats | one) for one in points]
-        self.notes = (
-            *notes.of_options(config, self.hparams, settings.asked, algorithms),
-            *source.notes,
-            *notes.of_owners(config, source, self.dropped_owners),
-            *(notes.of_gpus(config) if how.platform == "gpu" else ()),
-        )
+        self.notes = _notes(parts)
         self.examples_sha256 = settings.identity.data_sha256
         self.points = [dict(point) for point in parts.points]
         self.metrics: list[dict[str, Any]] = []
@@ -113,7 +124,7 @@ class Run:
         self.history: history.History | None = None
         if config.client_metrics == "every":
             self.history = history.History(shape)
-            self.history.check(_evaluations(config, self.window))
+            self.history.check(_num_evaluations(config, self.window))
         self.simulation = simulate.Simulation(
             program=program,
             data=self.data,
@@ -125,11 +136,16 @@ class Run:
             rows_in=made.rows_in,
             with_rows=made.with_rows,
         )
-        options = vars(config) | vars(self.hparams)
-        kept = [memory.kept(options, self.simulation.template(), how)]
-        if made.rows_in == "":
-            given = self.simulation.rows, num_variants, self.planner.drawn_chance
-            kept.append(memory.on_host(options, *given))
+        self._check_memory(rows_in=made.rows_in)
+
+    def _check_memory(self, rows_in: str | None) -> None:
+        """Refuses (ValueError) a state that is too large, also one on the host."""
+        options, simulation = vars(self.config) | vars(self.hparams), self.simulation
+        how = self.task.execution
+        kept = [memory.kept(options, simulation.template(), how)]
+        if rows_in == "":
+            count, chance = simulation.variants.count, self.planner.drawn_chance
+            kept.append(memory.on_host(options, simulation.rows, count, chance))
         memory.refuse(kept, options, self.target)
 
     def compute(self, how: types.Execution) -> None:
@@ -222,10 +238,10 @@ class Run:
         They are those of `is_due`, without a look at each, up to `until`, None = the
         last.
         """
-        found = _evaluations(self.config, self.window, round)
+        found = _num_evaluations(self.config, self.window, round)
         if until is None:
             return found
-        return found - _evaluations(self.config, self.window, max(round, until))
+        return found - _num_evaluations(self.config, self.window, max(round, until))
 
     @property
     def is_over(self) -> bool:
@@ -354,7 +370,7 @@ class Run:
             )
         config = dataclasses.replace(self.config, rounds=rounds)
         if self.history is not None:
-            self.history.check(_evaluations(config, window))
+            self.history.check(_num_evaluations(config, window))
         self.config, self.window = config, window
         self.kept = self.kept.extended(window)
         self.simulation.rounds = rounds

@@ -116,19 +116,31 @@ def summaries(experiments: Mapping[str, Run]) -> pandas.DataFrame:
             lines[label] = line = {"rounds": experiment.round, "summary": in_words}
             if part.get("diverged"):
                 line["diverged"] = part["diverged"]
-            for metric, entry in part.get("metrics", {}).items():
-                line[metric] = entry["mean"]
-                if fewer := summaries_lib.fewer(entry):
-                    line[f"{metric} of"] = fewer
-                if len(experiment.seeds) > 1:
-                    has_std = len(entry["per_seed"]) > 1
-                    line[f"{metric} std"] = entry["std"] if has_std else np.nan
-                if rule != "last" and metric in part.get("last_round", {}):
-                    last = part["last_round"][metric]
-                    line[f"{metric} last round"] = last["mean"]
-                    if fewer := summaries_lib.fewer(last):
-                        line[f"{metric} last round of"] = fewer
+            for metric in part.get("metrics", {}):
+                line |= _cells(metric, part, len(experiment.seeds), rule)
     return pandas.DataFrame.from_dict(lines, orient="index").rename_axis("algo")
+
+
+def _cells(
+    metric: str, part: Mapping[str, Any], num_seeds: int, rule: str
+) -> dict[str, Any]:
+    """The columns of one metric: its mean, std, and value in the last round.
+
+    `part` is a summary, or that of a point of a sweep.
+    """
+    entry, out = part["metrics"][metric], {}
+    out[metric] = entry["mean"]
+    if fewer := summaries_lib.fewer(entry):
+        out[f"{metric} of"] = fewer
+    if num_seeds > 1:
+        has_std = len(entry["per_seed"]) > 1
+        out[f"{metric} std"] = entry["std"] if has_std else np.nan
+    if rule != "last" and metric in part.get("last_round", {}):
+        last = part["last_round"][metric]
+        out[f"{metric} last round"] = last["mean"]
+        if fewer := summaries_lib.fewer(last):
+            out[f"{metric} last round of"] = fewer
+    return out
 
 
 def table(

@@ -131,15 +131,29 @@ def markdown(entries: Entries, control: str = "") -> str:
     return "\n".join([*lines, "", "\n\n".join(said), ""])
 
 
-def _table(
-    entries: Entries, control: str
-) -> tuple[words.Metric, Entry, Columns, list[str]]:
-    """The metric, the run to compare with, the columns, and those of one value."""
+class _Table(NamedTuple):
+    """The parts of a page's table.
+
+    Attributes:
+        metric: The one by which runs are compared.
+        base: The run to compare with.
+        columns: Those that differ between runs.
+        same: Sentences about those that do not.
+    """
+
+    metric: words.Metric
+    base: Entry
+    columns: Columns
+    same: list[str]
+
+
+def _table(entries: Entries, control: str) -> _Table:
+    """The table of some runs; ValueError if `control` is not one of them."""
     runs = [entry.run for entry in entries]
     metric = figures.metric_of(figures.metrics_of(runs, "")[0], runs)
     base = _control(entries, control)
     columns, same = _distinct(_columns(entries, metric, base), f"{metric.title}")
-    return metric, base, columns, same
+    return _Table(metric, base, columns, same)
 
 
 def _origin(runs: Sequence[record.Record]) -> str:

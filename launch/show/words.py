@@ -331,6 +331,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def devices(count: int, name: str) -> str:
+    """The devices of a run in words, such as `4 devices (TPU v5e)`."""
     return f"{count} device{'s' * (count > 1)} ({name})"
 
 

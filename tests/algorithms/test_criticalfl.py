@@ -178,9 +178,11 @@ def bytes_of(layers, is_sparse):
 
 
 def checks(norms, threshold, least=5, most=21):
-    """`criticalfl.checked` round by round: (k_i, the reference's) after each."""
+    """`criticalfl.next_period` round by round: (k_i, the reference's) after each."""
     hparams = criticalfl.HParams(num_peers=least, critical_threshold=threshold)
-    run = jax.jit(lambda period, norm: criticalfl.checked(period, norm, hparams, most))
+    run = jax.jit(
+        lambda period, norm: criticalfl.next_period(period, norm, hparams, most)
+    )
     period, expected = criticalfl.first_period(least), Expected(least, most)
     out = []
     for norm in norms:

@@ -224,7 +224,9 @@ def test_speaking(taken, expected, problem):
     """Section 1.6: newcomers are left out unless all are new; padding never counts."""
     mask = np.array([True, False, True])
     cohort = problem.cohort(1).replace(row_mask=mask)
-    np.testing.assert_allclose(fedmd.speaking(cohort, np.array(taken)), expected)
+    np.testing.assert_allclose(
+        fedmd.consensus_weights(cohort, np.array(taken)), expected
+    )
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
