@@ -21,6 +21,9 @@ COUNTERS = (
     "diverged",
 )
 
+# Those that add up from round to round, of which a summary has the last value
+TOTALS = ("bytes_up", "bytes_down", "clock")
+
 # Numbers of clients that a record has only where there are any
 COUNTS_OF_FEW = "fine_tuned_diverged", metric_kinds.VALIDATION + "fine_tuned_diverged"
 
@@ -194,7 +197,7 @@ def summarize(
         means = [float(a + b) / 2 for a, b in zip(*paired(spec, gen), strict=True)]
         covered = {n: spec[n] for n in spec if n not in ("mean", "std", "per_seed")}
         metrics[f"{prefix}c_per"] = spread(means) | covered
-    for name in ("bytes_up", "bytes_down", "clock"):
+    for name in TOTALS:
         if last := [r[name] for r in records if r["round"] == rounds and name in r]:
             metrics[name] = spread(last)
     return metrics

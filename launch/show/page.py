@@ -432,9 +432,12 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
         parts = [{**one.summary, "point": one.run.point} for one in entries]
         chosen = words.chosen(parts) or words.NOT_TO_CHOOSE_BY
         sound = " that did not diverge" * (len(ranked) < len(entries))
+        which, reach = f"{len(ranked)} points{sound} reach", f"{means[-1]} to "
+        if len(ranked) == 1:
+            which, reach = f"only point{sound} reaches", ""
         return (
-            f"Its {len(ranked)} points{sound} reach {means[-1]} to {means[0]}{percent} "
-            f"({metric.title}). {chosen[0].upper()}{chosen[1:]}."
+            f"Its {which} {reach}{means[0]}{percent} ({metric.title}). "
+            f"{chosen[0].upper()}{chosen[1:]}."
         )
     best = ranked[0]
     text = f"{best.name} reaches {means[0]}{percent} ({metric.title})"

@@ -261,7 +261,7 @@ def made(
             is_bold = any(value.is_best for value in values) and test != "none"
             if is_bold and not has_values and how.title not in untested:
                 untested.append(how.title)
-    notes = _of_values(known, control, test, is_ranked)
+    notes = _of_values(known, metrics, control, test, is_ranked)
     notes += apart + _diverged(runs)
     notes += _unknown(metrics, known)
     if untested:
@@ -324,7 +324,11 @@ def _of_apart(reasons: Mapping[str, str]) -> list[str]:
 
 
 def _of_values(
-    known: Sequence[Record], control: str, test: str, is_ranked: bool
+    known: Sequence[Record],
+    metrics: Sequence[str],
+    control: str,
+    test: str,
+    is_ranked: bool,
 ) -> list[str]:
     """What the numbers of all columns are, and what their marks say."""
     notes = []
@@ -340,6 +344,9 @@ def _of_values(
             "Bold: the best and all that are not shown to differ from it"
             f"{marks} ({significance.TEST})."
         )
+    totals = [words.title(name) for name in metrics if name in summaries.TOTALS]
+    if totals and any(run.summary["summary"] != "last" for run in known):
+        notes.append(f"{', '.join(totals)}: of all rounds of a run.")
     if any(run.summary["summary"] == "best" for run in known):
         notes.append(words.TOO_GOOD)
     medians = any(run.summary["summary"].startswith("median") for run in known)
@@ -354,10 +361,11 @@ def _of_values(
 def _unknown(metrics: Sequence[str], known: Sequence[Record]) -> list[str]:
     """A line for each metric that no finished run has."""
     names = derived.TITLES.keys() | {n for r in known for n in r.summary["metrics"]}
+    missing = [name for name in metrics if known and name not in names]
+    hints = [options.nearest(n, names) if derived.unusual(n) else "" for n in missing]
     return [
-        f"{n}: no finished run has this metric{options.nearest(n, names) or '.'}"
-        for n in metrics
-        if known and n not in names
+        f"{name}: no finished run has this metric{hint or '.'}"
+        for name, hint in zip(missing, hints, strict=True)
     ]
 
 

@@ -266,7 +266,7 @@ def meaningless(summary: Mapping[str, Any]) -> str:
     best = summary["metrics"].get("best_round", {}).get("per_seed", ())
     later = "results of later ones are meaningless"
     if len(best) > 1:  # of which not all may have diverged
-        line = f"each seed's best round was before it diverged; {later}"
+        line = f"the best round of each seed that diverged was before that; {later}"
     elif best and best[0] < (summary.get("diverged") or 0):
         line = f"the best round was before that; {later}"
     return line
@@ -423,14 +423,16 @@ def _lines(summary: dict[str, Any]) -> list[str]:
             lines.append(f"{line}  ({fewer})" if fewer else line)
     for name in summary.get("undefined", ()):
         lines.append(f"{name:<18} is not defined in any of these rounds")
+    # They add up from round to round, and the rule chooses none.
+    whole = "" if summary["summary"] == "last" else "  (all rounds)"
     for name in ("bytes_up", "bytes_down"):
         if name in summary["metrics"]:
             value = summary["metrics"][name]["mean"] / 1e6
-            lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}")
+            lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}{whole}")
     if megabytes := setup_megabytes(summary):
         what = "the proxy set, which every client gets once and the line above lacks"
         lines.append(f"{'MB at first':<18} {megabytes}  ({what})")
     if "clock" in summary["metrics"]:
         value = summary["metrics"]["clock"]["mean"]
-        lines.append(f"{'simulated seconds':<18} {value:,.1f}")
+        lines.append(f"{'simulated seconds':<18} {value:,.1f}{whole}")
     return lines

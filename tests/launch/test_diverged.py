@@ -61,7 +61,7 @@ def test_a_best_round_before_it():
     assert "the best round was before that" in words.meaningless(summary)
     # Another seed did not diverge, and is best later.
     several = {"diverged": 3, "metrics": {"best_round": {"per_seed": [5.0, 0.0]}}}
-    assert "each seed's best round was before it div" in words.meaningless(several)
+    assert "the best round of each seed that diverged was" in words.meaningless(several)
     for given in (summary | {"diverged": 4}, summary | {"metrics": {}}):
         assert "so the accuracies are meaningless" in words.meaningless(given)
 

@@ -488,6 +488,10 @@ def test_what_a_table_cannot_say(done):
             done.table(**given)
     (line,) = [one for one in done.table(["client_acuracy"]).notes if "acura" in one]
     assert line.endswith("has this metric; did you mean client_accuracy?")
+    (line,) = [one for one in done.table(["c_per"]).notes if "c_per" in one]
+    assert line == "c_per: no finished run has this metric."
+    notes = done.table(["bytes_up", "client_accuracy"]).notes
+    assert "MB up: of all rounds of a run." in notes
     flags, metrics = {"eval_moments": "after"}, {"trained_accuracy": {}}
     after = record.Record(None, flags, [], {}, {"metrics": metrics})
     assert table._usual([[after]], "") == ["trained_accuracy"]

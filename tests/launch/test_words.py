@@ -138,6 +138,8 @@ def test_a_proxy_set_is_in_no_other_bytes():
         "MB down            0.1",
         "MB at first        1.8",
     ]
+    best = words._lines(summary | {"summary": "best_validation", "summary_of": ""})
+    assert best[0] == "MB down            0.1  (all rounds)"
 
 
 def test_the_best_point_has_the_lowest_perplexity():
