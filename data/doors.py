@@ -204,7 +204,8 @@ def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:
     if len(wide) > 1 and x != "x":
         raise ValueError(
             f"{where}: the columns {labels.listed(wide)} hold an array for each row; "
-            "keep the one of the examples, or name it x"
+            "keep the one of the examples, or name it x; an example is one array, so "
+            "join several, as by np.concatenate"
         )
     if not wide:
         return Rows(None, foreign.table(columns), True)

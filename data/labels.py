@@ -194,6 +194,21 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
     return array.astype(str) if kind == "m" else array
 
 
+def several(values: Any) -> str:
+    """A phrase about arrays that are parts of the same examples, "" if it is none."""
+    if not isinstance(values, (tuple, list)) or not 1 < len(values) < 10:
+        return ""
+    if not all(hasattr(one, "shape") for one in values):
+        return ""
+    shapes = [list(one.shape) for one in values]
+    if min(map(len, shapes)) < 2 or len({shape[0] for shape in shapes}) > 1:
+        return ""
+    return (
+        f"{len(shapes)} arrays of {' and '.join(map(str, shapes))}, and an example is "
+        "one array; join them, as by np.concatenate"
+    )
+
+
 def unmasked(values: Any, what: str) -> np.ndarray:
     """Converts values to an array; refuses (ValueError) masked or ragged ones."""
     if np.ma.isMaskedArray(values):
@@ -207,10 +222,11 @@ def unmasked(values: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError as error:
-        raise ValueError(
-            f"{what} must be one array, got ragged ones; give test rows from Python as "
-            "test=(x, y), or join them with the train rows"
-        ) from error
+        odd = several(values) or (
+            "ragged ones; give test rows from Python as test=(x, y), or join them with "
+            "the train rows"
+        )
+        raise ValueError(f"{what} must be one array, got {odd}") from error
 
 
 def as_array(values: Any, what: str) -> np.ndarray:

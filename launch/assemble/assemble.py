@@ -113,6 +113,7 @@ def assemble(settings: Settings, *, target: str = "") -> Parts:
     hashes = _hashes(settings, data, made.planner)
     placed = _placed(data.replace(partition=None), task.execution, hashes[0])
     lines = notes.of_constants(config, others, normal)
+    lines += notes.of_whole_numbers(config, others, settings.asked)
     algorithm = made.program.algorithm
     may_train = ~data.partition.is_unseen[0]
     given = (one[may_train] for one in (made.planner.chance, made.planner.in_time))

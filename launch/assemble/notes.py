@@ -389,6 +389,34 @@ def of_constants(
     ]
 
 
+def of_whole_numbers(
+    config: schema.Config, image: np.ndarray, asked: Collection[str]
+) -> list[str]:
+    """A line about columns like ids, which a model cannot look up once normalised.
+
+    They are those of vectors f32[N, D] with whole numbers from 0 beside others.
+    """
+    is_usual = config.normalization in dataset.MARGINS and "normalization" not in asked
+    if not is_usual or image.ndim != 2 or image.dtype.kind != "f":
+        return []
+
+    def are_whole(columns: np.ndarray) -> np.ndarray:
+        return (columns == np.floor(columns)).all(0)
+
+    some = np.flatnonzero(are_whole(image[:1000]))  # the others need no further look
+    some = some[are_whole(image[:, some])]
+    low, high = image[:, some].min(0), image[:, some].max(0)
+    found = some[(low >= 0) & (high > 1) & (high > low)]
+    if not found.size or len(some) == image.shape[1]:
+        return []
+    named = ", ".join(map(str, found[:5])) + ", ..." * (len(found) > 5)
+    return [
+        f"--normalization={config.normalization}: the numbers at {named} of each "
+        "example are whole and are standardised like all others; with "
+        "--normalization=none a model gets x as it is, such as ids for an embedding"
+    ]
+
+
 def of_clients(
     config: schema.Config,
     source: dataset.Dataset,

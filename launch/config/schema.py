@@ -204,7 +204,7 @@ class Data:
     )
     normalization: str | None = _image_option(
         None,
-        "how images are normalised",
+        "how examples (images, vectors) are normalised",
         choices=dataset_lib.NORMALIZATIONS,
         off="none",
     )

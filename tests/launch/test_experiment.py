@@ -935,7 +935,20 @@ def test_modules_that_do_not_fit(arrays, change, part):
         ((np.zeros((5, 2)),), "expected a name, arrays"),
         (
             ([np.ones((5, 2)), np.ones((3, 2))], np.arange(5)),
-            "x must be one array, got",
+            "x must be one array, got ragged ones; give test",
+        ),
+        (
+            ((np.ones((5, 2)), np.ones((5, 3))), np.arange(5)),
+            "x must be one array, got 2 arrays of .5, 2. and .5, 3., and an example is "
+            "one array; join them, as by np.concatenate",
+        ),
+        (
+            {"a": ((np.ones((5, 2)), np.ones((5, 3))), np.arange(5))},
+            "a: got 2 arrays of .5, 2. and .5, 3., and an example is one",
+        ),
+        (
+            {"a": np.ones((5, 2)), "b": np.ones((5, 3)), "y": np.arange(5)},
+            "a, b hold an array for each row; .* join several, as by np.concatenate",
         ),
     ],
 )

@@ -102,6 +102,22 @@ def test_numbers_that_the_normalisation_is_not_for():
         assert sum(one.startswith(line) for one in made.notes) == is_odd
 
 
+def test_ids_that_are_normalised_are_named():
+    """Whole numbers beside others, but no flags, constants or all-whole rows."""
+    ids, flags = np.arange(len(GRID)) % 12, np.arange(len(GRID)) % 2
+    five = np.full(len(GRID), 5)
+    y, x = ids % 3, np.column_stack([GRID, ids, flags, five])
+
+    def lines(x, **more):
+        made = build.experiment(dataset=(x, y), **SMALL, **more)
+        return [one for one in made.notes if "are whole" in one]
+
+    (line,) = lines(x)
+    assert "channel: the numbers at 3 of each example are whole" in line
+    assert not lines(x, normalization="channel") + lines(x[:, :3])
+    assert not lines(np.column_stack([ids, flags]).astype(np.float32))
+
+
 def test_names_do_not_change_the_numbers(named):
     """Labels 0..Y-1 of images with a channel give the same bits, and have no names."""
     x, y = blobs(6, 6)
