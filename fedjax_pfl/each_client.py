@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -19,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from fedjax_pfl import aggregate, execution, losses, over_devices, rng, stacked, types
+from fedjax_pfl import (
+    aggregate,
+    context,
+    execution,
+    losses,
+    over_devices,
+    rng,
+    stacked,
+    types,
+)
 from fedjax_pfl.rows import exchange
 
 # More chunks are summed in blocks
@@ -29,17 +38,12 @@ TRAINED = "trained_accuracy"  # of the models that a round's training left
 _PADDING = contextvars.ContextVar("padding", default=0.0)
 
 
-@contextlib.contextmanager
-def padded_with(number: float) -> Iterator[None]:
+def padded_with(number: float) -> contextlib.AbstractContextManager[None]:
     """Adds a number to what is in the padding rows of rounds that are traced inside.
 
     Nothing may depend on it, which `launch.contract` checks.
     """
-    token = _PADDING.set(number)
-    try:
-        yield
-    finally:
-        _PADDING.reset(token)
+    return context.having(_PADDING, number)
 
 
 def _padded(rows: Any, mask: jax.Array) -> Any:

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from flax import struct
 
 from fedjax_pfl import (
     boundary,
+    context,
     each_client,
     losses,
     optimizer,
@@ -107,17 +108,12 @@ class Batch:
 _FILL = contextvars.ContextVar("fill", default=0)
 
 
-@contextlib.contextmanager
-def filled_from(position: int) -> Iterator[None]:
+def filled_from(position: int) -> contextlib.AbstractContextManager[None]:
     """Fills batches that are traced inside with other examples, and twice as many.
 
     Nothing may depend on their masked examples, which `launch.contract` checks.
     """
-    token = _FILL.set(position)
-    try:
-        yield
-    finally:
-        _FILL.reset(token)
+    return context.having(_FILL, position)
 
 
 LossFn = Callable[[types.Params, types.Stats, Batch], tuple[jax.Array, types.Stats]]

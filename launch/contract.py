@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl import each_client, local_training
-from fedjax_pfl.rows import views
+from fedjax_pfl.rows import hosted, views
 from launch import ending
 from launch import experiment as experiment_lib
 from launch.assemble import models_step
@@ -159,6 +159,7 @@ class _Runs:
         has_absent = config.clients_per_round < config.num_clients and len(clients) == 1
         has_plans = self._watched.has_plans
         has_batches = "batch_size" in registry.fields_of(self._options["algo"])
+        elsewhere = self._hosted() if has_absent else None
         where = "Where clients are computed does not matter (padding is not tested)."
         if self._has_padding:
             where = (
@@ -179,6 +180,12 @@ class _Runs:
                 self._forgotten,
             ),
             (True, where, self._elsewhere),
+            (
+                elsewhere is not None,
+                "Which private rows a device holds, and in which order, does not "
+                "matter.",
+                lambda: self._kept_elsewhere(elsewhere),
+            ),
             (
                 self._has_padding,
                 "What is in padding rows does not matter.",
@@ -244,6 +251,27 @@ class _Runs:
                     "server's adaptive optimizer (Adam) makes larger: check it with SGD"
                 )
         return ""
+
+    def _hosted(self) -> Experiment | None:
+        """A new run with its private rows on the host, None where that is refused."""
+        options = self._options
+        if not options["algo"].shares_rows or "client_state" in options:
+            return None
+        try:
+            with hosted.with_few_residents():
+                return self._fresh(client_chunk=1, client_state="host")
+        except ValueError:  # as of rows that differ from the start
+            return None
+
+    def _kept_elsewhere(self, other: Experiment) -> str:
+        """A run whose device holds the rows of a round's clients ends the same."""
+        if (by := _difference(self._first, _ran(other))) <= self._tolerance:
+            return ""
+        return (
+            f"With --client_state=host a number ends {by:.1e} away: read rows by "
+            "here.rows or state.rows(cohort), those of peers at cohort.peers, and none "
+            "at cohort.client_id, or do not declare shares_rows"
+        )
 
     @functools.cached_property
     def _together(self) -> Experiment:

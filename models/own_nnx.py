@@ -1,11 +1,10 @@
 """Custom nnx modules as stages: arrays as nested dicts, and the mode of a call."""
 
-import contextlib
 import contextvars
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from fedjax_pfl import options
+from fedjax_pfl import context, options
 from models import own_stage
 
 
@@ -239,16 +238,6 @@ WATCH: contextvars.ContextVar[Any] = contextvars.ContextVar("watch", default=Non
 _HOOK: contextvars.ContextVar[Any] = contextvars.ContextVar("hook")
 
 
-@contextlib.contextmanager
-def having(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
-    """Sets a variable of the context for a while."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 def _hooked_calls(module: nnx.Module, sample_mask: jax.Array) -> Any:
     """A context in which batch norms of a merged module get the mask of real samples.
 
@@ -267,7 +256,7 @@ def _hooked_calls(module: nnx.Module, sample_mask: jax.Array) -> Any:
             return watch(names[id(inner)], call, args, kwargs)
         return call(*args, **kwargs)
 
-    return having(_HOOK, hook)
+    return context.having(_HOOK, hook)
 
 
 @functools.lru_cache(maxsize=64)

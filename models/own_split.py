@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx, traverse_util
 
-from fedjax_pfl import options
+from fedjax_pfl import context, options
 from models import own_checks, own_linen, own_nnx, own_stage, stages
 
 Staged = tuple[tuple[str, Any], ...]
@@ -150,7 +150,7 @@ def _nothing(like: jax.ShapeDtypeStruct) -> jax.Array:
 def _watched(whole: Any, watch: Callable[..., Any]) -> Any:
     """A context in which `watch` is called in the place of each direct submodule."""
     if isinstance(whole, own_nnx.Stage):
-        return own_nnx.having(own_nnx.WATCH, watch)
+        return context.having(own_nnx.WATCH, watch)
 
     def intercept(call: Any, args: tuple, kwargs: dict, context: Any) -> Any:
         path = context.module.path

@@ -4,21 +4,38 @@ The devices have those that a window of rounds needs, placed as one of the other
 (`kinds`) places them.
 """
 
+import contextlib
+import contextvars
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_pfl import checkpoint, execution, shapes, stacked, types
+from fedjax_pfl import checkpoint, context, execution, shapes, stacked, types
 from fedjax_pfl.call import Call
 from fedjax_pfl.rows import slots, store, tiled, transfer
 from fedjax_pfl.rows.kinds import Block, Rows
 
 # The devices hold the rows of one round, and more up to this many bytes.
 RESIDENT_BYTES = 256 << 20
+_BYTES = contextvars.ContextVar[int | None]("resident bytes", default=None)
 # Rows of more bytes are not hashed for clients that never trained.
 HASHED_BYTES = 8 << 30
+
+
+def resident_bytes() -> int:
+    """Up to how many bytes of rows the devices hold beyond those of one round."""
+    found = _BYTES.get()
+    return RESIDENT_BYTES if found is None else found
+
+
+def with_few_residents() -> contextlib.AbstractContextManager[None]:
+    """The devices of runs that are made inside have hardly more rows than a round's.
+
+    Nothing may depend on it, which `launch.contract` checks.
+    """
+    return context.having(_BYTES, 0)
 
 
 class UnequalRowsError(ValueError):
@@ -568,7 +585,7 @@ def num_residents(
     each has its own clients'.
     """
     row = store.num_bytes(state.private, 2)
-    fits = shapes.rounded_up(max(RESIDENT_BYTES // row, 1) + 1) // 2 // devices
+    fits = shapes.rounded_up(max(resident_bytes() // row, 1) + 1) // 2 // devices
     # Two rows show whether all clients begin with equal ones.
     most = max(shapes.rounded_up(most_needed), fits, 2)
     return min(-(-num_clients // devices), most)

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 
 from data import dataset, doors, loaders, own_files
 from data.partitions import file
+from fedjax_pfl import context, types
 from fedjax_pfl import measures as measures_lib
-from fedjax_pfl import types
 from launch.assemble import custom
 from launch.config import algorithm_file, registry, resolve, schema
 from launch.machine import devices, processes
@@ -61,14 +61,9 @@ class Read:
     objects: dict[Any, Any] = dataclasses.field(default_factory=dict)
     named: tuple[Any, Any] = ((), None)
 
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> contextlib.AbstractContextManager[None]:
         """Keeps here what is read inside, unless this is inside of another one."""
-        token = _READ.set(_READ.get() or self)
-        try:
-            yield
-        finally:
-            _READ.reset(token)
+        return context.having(_READ, _READ.get() or self)
 
 
 _READ = contextvars.ContextVar[Read | None]("read", default=None)

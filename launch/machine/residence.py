@@ -167,7 +167,7 @@ def bytes_to_share(
     if config.client_state == "device":
         return every
     of_round = every * config.clients_per_round // config.num_clients
-    return min(every, max(hosted.RESIDENT_BYTES, of_round))
+    return min(every, max(hosted.resident_bytes(), of_round))
 
 
 def _has_keys(leaves: Sequence[Any]) -> bool:

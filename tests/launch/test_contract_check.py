@@ -58,7 +58,7 @@ def test_rounding_errors_break_nothing(options):
     net = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(8)])
     options |= {"model": [net, nn.BatchNorm(momentum=0.5), nn.Dense(3)]}
     rules = contract.check("fedper", preset="fedd2s", **options | {"rounds": 4})
-    assert len(rules) == 8 and all(rule.endswith(".") for rule in rules)
+    assert len(rules) == 9 and all(rule.endswith(".") for rule in rules)
 
 
 @pytest.mark.slow
@@ -82,6 +82,14 @@ def place_counts(out, cohort, _):
     state, metrics, sent = out
     factor = 1 - 0.1 * len(cohort.row)
     server = jax.tree.map(lambda leaf: leaf * factor, state.server)
+    return state.replace(server=server), metrics, sent
+
+
+def first_row_counts(out, cohort, before):
+    """The first row of a device, whoever's it is, gets into the server's model."""
+    state, metrics, sent = out
+    more = max(jax.tree.leaves(before.clients), key=jnp.ndim)[0].std()
+    server = jax.tree.map(lambda leaf: leaf + more, state.server)
     return state.replace(server=server), metrics, sent
 
 
@@ -234,6 +242,22 @@ def test_what_breaks_it(options, round, part):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("shares_rows", [True, False])
+@pytest.mark.slow
+def test_rows_of_no_cohort_are_read(options, shares_rows):
+    """Where a device has those of a round alone; nobody else promises otherwise."""
+    mine = changed(round=first_row_counts)
+    mine.shares_rows = shares_rows
+    given = options | {"rounds": 4, "clients_per_round": 2}
+    if not shares_rows:
+        assert not any(
+            "private rows a" in rule for rule in contract.check(mine, **given)
+        )
+        return
+    with pytest.raises(contract.BrokenError, match="=host a number ends .*here.rows"):
+        contract.check(mine, **given)
+
+
 def test_what_only_one_process_knows(options):
     """A counter beside the state: another run, or a resumed one, is not the same."""
     seen = []
@@ -281,8 +305,9 @@ def test_the_whole_entry_is_checked(options, monkeypatch):
         contract, "_absent_stay", lambda made: seen.append(made) or True
     )
     given = {"dataset": "small", "partition": "natural", "model": "one_layer"}
-    for algo in (Mine, "fedper"):
-        assert len(contract.check(algo, **given, rounds=2)) == 8
+    # FedPer's entry also says that its rows may be shared out.
+    for algo, count in ((Mine, 8), ("fedper", 9)):
+        assert len(contract.check(algo, **given, rounds=2)) == count
     assert seen[0].task.num_classes == seen[0].data.num_words == 8
     assert [one.config.algo for one in seen] == ["Mine", "own_fedper"]
 
