@@ -1,5 +1,6 @@
 """The memory that is available to this process on its machine and in its cgroups."""
 
+import functools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -57,21 +58,32 @@ def _machine(root: pathlib.Path) -> Iterator[int]:
 
 
 def _cgroups(root: pathlib.Path) -> Iterator[int]:
+    for folder, limit_name, use_name, cache_name in _limits(root):
+        limit = _number(folder / limit_name)
+        if limit is None:
+            continue
+        # Cached files count as used, but can be reclaimed.
+        cache = _pairs(folder / "memory.stat").get(cache_name, 0)
+        used = (_number(folder / use_name) or 0) - cache
+        yield max(limit - max(used, 0), 0)
+
+
+@functools.lru_cache(1)
+def _limits(root: pathlib.Path) -> list[tuple[pathlib.Path, str, str, str]]:
+    """The folders of groups that may have a limit, each with the names of its files.
+
+    Those of a process stay, and looking for them takes longer than reading them.
+    """
     lines = _text(root / "proc/self/cgroup").splitlines()
     paths = [line.split(":", 2)[2] for line in lines if line.count(":") >= 2]
-    for mount, limit_name, use_name, cache_name in _CGROUPS:
+    found: dict[tuple[pathlib.Path, str, str, str], None] = {}
+    for mount, *names in _CGROUPS:
         for path in paths:
             # In a container the root of the mount may be the process's own group.
             below = pathlib.PurePosixPath(path.lstrip("/"))
             for level in (below, *below.parents):
-                folder = root / mount / level
-                limit = _number(folder / limit_name)
-                if limit is None:
-                    continue
-                # Cached files count as used, but can be reclaimed.
-                cache = _pairs(folder / "memory.stat").get(cache_name, 0)
-                used = (_number(folder / use_name) or 0) - cache
-                yield max(limit - max(used, 0), 0)
+                found[root / mount / level, *names] = None
+    return [one for one in found if (one[0] / one[1]).is_file()]
 
 
 def _text(path: pathlib.Path) -> str:
