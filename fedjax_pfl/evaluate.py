@@ -91,9 +91,10 @@ def _on_rows(
 
 
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
-    """bool[K]: the clients with a measured own accuracy, fixed for the whole run."""
-    if not num_sampled:
-        return jnp.ones(num_clients, bool)
+    """bool[K]: the clients with a measured own accuracy, fixed for the whole run.
+
+    `key` is that of a state. A draw takes as long as a shuffle of all clients.
+    """
     key = rng.stream(key, "engine.evaluation")
     chosen = jax.random.choice(key, num_clients, (num_sampled,), replace=False)
     return jnp.zeros(num_clients, bool).at[chosen].set(True)
@@ -195,6 +196,7 @@ def of_clients(
     scoring: Scoring,
     how: execution.Execution,
     ids: jax.Array,
+    sample: Any = (),
 ) -> dict[str, Any]:
     """The personalized models of given clients on their own test rows.
 
@@ -202,6 +204,7 @@ def of_clients(
         algorithm, cohort, data, scoring, how: As in `of_shared`.
         state: At the end of a round, with the private rows of these clients.
         ids: int32[R], the client of each private row, K = none.
+        sample: bool[K], those of `sampled_clients`; () = all.
 
     Returns:
         `serving` and `trained`: (sums of these clients' own models, leaves [R, ...], 0
@@ -213,7 +216,7 @@ def of_clients(
     """
     test, score = data.partition.test, scoring.score
     num_clients, num_rows = test.start.shape[0], ids.shape[0]
-    is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    is_sampled = sample if scoring.num_sampled else jnp.ones(num_clients, bool)
     cohort = exchange.everywhere(cohort)
     served = algorithm.serving_groups(state, cohort, data, num_rows)
     peers = _of_peers(algorithm, served)
@@ -325,6 +328,7 @@ def of_adapted(
     scoring: Scoring,
     how: execution.Execution,
     members: types.Cohort,
+    sample: Any = (),
 ) -> dict[str, Any]:
     """The personalized models on their own test rows after an adaptation.
 
@@ -333,7 +337,7 @@ def of_adapted(
 
     Args:
         algorithm: With `adapt`.
-        state, cohort, data, scoring, how: As in `of_clients`.
+        state, cohort, data, scoring, how, sample: As in `of_clients`.
         members: See `Adaptation`.
 
     Returns:
@@ -341,7 +345,7 @@ def of_adapted(
     """
     part, ids = data.partition, members.client_id
     num_clients, num_rows = part.test.start.shape[0], ids.shape[0]
-    is_sampled = sampled_clients(state.key, num_clients, scoring.num_sampled)
+    is_sampled = sample if scoring.num_sampled else jnp.ones(num_clients, bool)
     cohort = exchange.everywhere(cohort)
     groups = algorithm.serving_groups(state, cohort, data, num_rows)
     peers = _of_peers(algorithm, groups)

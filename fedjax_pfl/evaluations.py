@@ -32,6 +32,7 @@ class Evaluations:
     Attributes:
         program, execution, data, rows, windows: Those of the simulation.
         has_evaluated: Whether there was one, so that the next compiles nothing.
+        samples: bool[S, K] by a call's seeds, the clients to measure.
     """
 
     program: Program
@@ -40,6 +41,7 @@ class Evaluations:
     rows: kinds.Rows
     windows: Windows
     has_evaluated: bool = False
+    samples: dict[tuple[int, ...], jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def goes_ahead(self) -> bool:
@@ -74,10 +76,10 @@ class Evaluations:
             for name, partition in call.partition.measured().items():
                 args = self._args(call, block, partition)
                 if name not in shared:
-                    shared[name] = dispatched(program.of_shared, args[:-1])
+                    shared[name] = dispatched(program.of_shared, args[:-2])
                 of_clients = dispatched(program.of_clients, args)
                 if members is not None:
-                    args = *args[:-1], members
+                    args = *args[:-2], members, args[-1]
                     of_clients["adapted"] = dispatched(program.of_adapted, args)
                 found.setdefault(name, []).append((block.ids, of_clients))
             if self.rows.goes_by_block(program.algorithm):
@@ -146,23 +148,40 @@ class Evaluations:
         block = next(self._blocks(call))
         args = self._args(call, block, call.partition.measured()[""])
         if name == "of_adapted":
-            return *args[:-1], self._members(call, block)
-        return args if name == "of_clients" else args[:-1]
+            return *args[:-2], self._members(call, block), args[-1]
+        return args if name == "of_clients" else args[:-2]
 
     def _blocks(self, call: Call) -> Iterator[kinds.Block]:
         """The clients of a call in blocks, with the next round's cohorts."""
         drawn = [self.windows.planner.drawn(seed, call.round) for seed in call.seeds]
 
         def sampled(place: int) -> np.ndarray | None:
-            count = self.program.scoring.num_sampled
-            if not count or isinstance(call.state.round, jax.ShapeDtypeStruct):
+            if isinstance(call.state.round, jax.ShapeDtypeStruct):
                 return None
-            num_points = len(call.pairs) // len(call.seeds)
-            key = call.state.key[place * num_points]
-            mine = evaluate.sampled_clients(key, self.rows.num_clients, count)
-            return np.asarray(mine)
+            sample = self._sample(call)
+            return np.asarray(sample)[place] if len(sample) else None
 
         return self.rows.blocks(call, self.program.algorithm, drawn, sampled)
+
+    def _sample(self, call: Call) -> Any:
+        """bool[S, K], the clients of each seed of a call to measure, () = all.
+
+        They are drawn once. Where the state has shapes alone there are none.
+        """
+        count, num_clients = self.program.scoring.num_sampled, self.rows.num_clients
+        everywhere = execution.replicated(self.execution)
+        if not count:
+            return ()
+        if isinstance(call.state.round, jax.ShapeDtypeStruct):
+            none = np.zeros((len(call.seeds), num_clients), bool)
+            return execution.place(none, everywhere)
+        if (seeds := tuple(call.seeds)) not in self.samples:
+            # All points of a seed have its key.
+            keys = call.state.key[:: len(call.pairs) // len(call.seeds)]
+            drawn = [evaluate.sampled_clients(k, num_clients, count) for k in keys]
+            sample = np.stack(list(map(np.asarray, drawn)))
+            self.samples[seeds] = execution.place(sample, everywhere)
+        return self.samples[seeds]
 
     def _members(self, call: Call, block: kinds.Block) -> types.Cohort | None:
         """The clients of a block, [S, ...], with the plan by which they adapt."""
@@ -190,10 +209,11 @@ class Evaluations:
     def _args(
         self, call: Call, block: kinds.Block, partition: types.Partition
     ) -> tuple[Any, ...]:
-        """Arguments of `Program.of_clients`; without the last, of `of_shared`."""
+        """Arguments of `Program.of_clients`; without the last two, of `of_shared`."""
         everywhere = execution.replicated(self.execution)
         cohort, ids = execution.place((block.cohort, block.ids), everywhere)
-        return call.floats, block.state, cohort, self.data, partition, ids
+        sample = self._sample(call)
+        return call.floats, block.state, cohort, self.data, partition, ids, sample
 
 
 def _split_metrics(

@@ -101,9 +101,10 @@ class Program(NamedTuple):
       from 1, after which a metric or a parameter is not finite, 0 = none. `seconds` are
       those of `traffic.lasting`, () without a clock.
     * `of_shared(floats, state, cohort, data, partition)` and `of_clients(floats, state,
-      cohort, data, partition, ids)` are those of `evaluate`; `ids` are the clients of
-      the state's rows.
-    * `of_adapted(floats, state, cohort, data, partition, members)`, also of `evaluate`.
+      cohort, data, partition, ids, sample)` are those of `evaluate`; `ids` are the
+      clients of the state's rows.
+    * `of_adapted(floats, state, cohort, data, partition, members, sample)`, also of
+      `evaluate`.
 
     `algorithm` is that of the first of several points, and `algorithm_of(floats)` that
     of any. All arguments but `first`, `num_rounds` and `data` have a leading axis of
@@ -389,10 +390,10 @@ def _jitted(of: _Structure) -> Program:
         """A function of `evaluate` over variants, under its own name."""
 
         def over(values, state, cohort, data, *given):
-            def one(values, state, cohort, partition, *ids):
+            def one(values, state, cohort, partition, *which):
                 tables = data.replace(partition=partition)
                 given = state, cohort, tables, scoring, how
-                return fn(algorithm(values), *given, *ids)
+                return fn(algorithm(values), *given, *which)
 
             return _over_variants(one, how, values, state, cohort, *given)
 

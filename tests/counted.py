@@ -14,7 +14,11 @@ def both(method, state, cohort, data, scoring, how, jit=True):
     ids = np.arange(num_clients, dtype=np.int32)
     fixed = {"scoring": scoring, "how": how}
     shared = functools.partial(evaluate.of_shared, method, **fixed)
-    own = functools.partial(evaluate.of_clients, method, **fixed, ids=ids)
+    sample = ()
+    if scoring.num_sampled:
+        sample = evaluate.sampled_clients(state.key, num_clients, scoring.num_sampled)
+    fixed_of_own = fixed | {"ids": ids, "sample": sample}
+    own = functools.partial(evaluate.of_clients, method, **fixed_of_own)
     if jit:
         shared, own = jax.jit(shared), jax.jit(own)
     given = state, cohort, data

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl import evaluate
 from launch import build, report
 from launch.folder import record
 from launch.show import words
@@ -113,10 +114,18 @@ def test_other_ways_of_computing(run, more):
             assert first[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_sample_of_clients():
-    """Of sampled clients alone."""
+def test_a_sample_of_clients(monkeypatch):
+    """Of sampled clients alone, who are drawn once for each seed."""
+    drawn, draw = [], evaluate.sampled_clients
+
+    def noted(*given):
+        drawn.append(given)
+        return draw(*given)
+
+    monkeypatch.setattr(evaluate, "sampled_clients", noted)
     experiment = made(eval_sample=2, eval_metrics="ece", algo="fedavg")
     experiment.run(progress=False)
+    assert len(drawn) == len(experiment.seeds) < len(experiment.metrics)
     last = experiment.metrics[-1]
     assert {"global_ece", "client_ece", "client_ece_pooled"} <= last.keys()
     assert last["clients_evaluated"] == 2
