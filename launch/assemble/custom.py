@@ -62,6 +62,13 @@ def replaced_by(own: optimizer.Custom) -> tuple[str, ...]:
     return (*_OF_OPTIMIZER[own.option], *rate)
 
 
+def replaced(hparams: Any) -> dict[str, optimizer.Custom]:
+    """The options without effect beside custom optimizers, each with that optimizer."""
+    values = [getattr(hparams, name, None) for name in _OF_OPTIMIZER]
+    every = [one for one in values if isinstance(one, optimizer.Custom)]
+    return {name: own for own in every for name in replaced_by(own)}
+
+
 def with_optimizers(
     hparams: Any, every: Mapping[str, optimizer.Custom], given: Mapping[str, Any]
 ) -> Any:

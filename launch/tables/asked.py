@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from data import files
 from fedjax_pfl import json_text, metric_kinds
 from launch import compare
+from launch.assemble import custom
 from launch.config import algorithm_file, registry, schema
 from launch.experiment import Experiment
 from launch.run import summaries
@@ -256,11 +257,17 @@ class Asked:
         notes += compared.notes
         tuned = {}
         for base, made in compared.items():
-            own = self.methods[base]
-            free = {n: v for n, v in self.tune.items() if n not in own}
+            own, replaced = self.methods[base], custom.replaced(made.hparams)
+            names = [n for n in self.tune if n not in own and n not in replaced]
+            free = {name: self.tune[name] for name in names}
             tuned[base] = tuning.ways(free, made, own["algo"])
             odd = [n for n in self.tune if n in own]
             notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
+            notes += [
+                f"{base} has the optimizer {replaced[n]} and is not tuned in {n}"
+                for n in self.tune
+                if n in replaced and n not in own
+            ]
         is_owned = has_val and bool(partition.val.count.any())
         for row in self.rows:
             base = row.removesuffix(FINE_TUNED)

@@ -1138,6 +1138,27 @@ def test_a_target_needs_no_control(done, tmp_path):
             done.table(["until_rounds"], **given)
 
 
+def test_a_row_with_an_optimizer_is_not_tuned_in_what_that_replaces():
+    """Its rate is its own, and other rows are tuned as usual."""
+    rows = {
+        "fixed": {"algo": "local", "client_optimizer": optax.sgd(0.1)},
+        "free": {"algo": "local", "client_optimizer": optax.sgd},
+    }
+    tune = {"client_lr": [0.01, 0.1], "weight_decay": [0.0, 0.1]}
+    ran = build.study(rows, tune=tune, **OPTIONS | {"rounds": 1})
+    lines = [one for one in ran.notes if "is not tuned in" in one]
+    assert [re.sub(r" has .* in ", ": ", one) for one in lines] == [
+        "fixed: client_lr",
+        "fixed: weight_decay",
+        "free: weight_decay",
+    ]
+    assert "optimizer own_" in lines[0]
+    assert not ran.schedule.tuning("", "fixed")
+    ran.run(progress=False)
+    assert set(ran.schedule.choice("", "free").options) == {"client_lr"}
+    assert all(ran.table(["client_accuracy"]).columns[0].values)
+
+
 def test_a_study_has_a_target(tmp_path):
     """As an argument and in its file; a share of the control's result stands first."""
     given = {"metrics": ["until_rounds"], "target": 0.1, **OPTIONS, "rounds": 1}
