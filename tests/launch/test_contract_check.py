@@ -49,6 +49,24 @@ def test_a_rate_is_of_an_optimizer_that_takes_one():
         assert ("client_lr" in options) == has_rate
 
 
+def test_few_steps_by_default():
+    """Many make large differences of rounding errors; own data have what they have."""
+    for name, expected in (
+        ("fedavg", {"model": "mlp", "local_epochs": 1}),
+        ("fedper", {"examples_per_round": 40}),
+        ("majority", {}),
+    ):
+        entry = {"algo": algorithms.ALGORITHMS[name]}
+        out, _ = contract._mild(entry)
+        few = {
+            n: out[n]
+            for n in ("model", "local_epochs", "examples_per_round")
+            if n in out
+        }
+        assert few == expected
+        assert not expected.keys() & contract._mild(entry | {"dataset": "x"})[0].keys()
+
+
 @pytest.mark.slow
 def test_rounding_errors_break_nothing(options):
     """A bias before a norm has no other gradient; Adam makes whole steps of it.
