@@ -227,12 +227,35 @@ class Asked:
             for name in self.tune
             if name in options
         ]
+        compared, more = self._compared(options)
+        partition = next(iter(compared.values())).data.partition
+        tuned, others = self._tuned(compared)
+        notes += [*more, *compared.notes, *others]
+        is_owned = partition.has_val and bool(partition.val.count.any())
+        for row in self.rows:
+            base = row.removesuffix(FINE_TUNED)
+            is_odd = not compared[base].can_choose or (row != base and not is_owned)
+            if is_odd and any(tuned[base].values()):
+                raise ValueError(
+                    f"study: tune: {row} cannot be measured on validation rows "
+                    "that belong to no client; give rows of clients with "
+                    f"partition=natural, or val_split in their place, or omit {row}"
+                )
+        hashes = {
+            base: self._hashes(base, made, compared.options[base])
+            for base, made in compared.items()
+        }
+        runs = [(made.config, partition.has_val) for made in compared.values()]
+        return _Setting(dict(compared.options), tuned, hashes, notes, runs)
+
+    def _compared(
+        self, options: dict[str, Any]
+    ) -> tuple[compare.Comparison, list[str]]:
+        """The runs of a setting with the summary that they get, and lines about it."""
         chosen = {"summary": summaries.BEST} | options
         given = chosen if options.get("val_split") else options
         compared = compare.compare(self.methods, run=False, **given)
-        partition = next(iter(compared.values())).data.partition
-        has_val = partition.has_val
-        runs = [(made.config, has_val) for made in compared.values()]
+        has_val = next(iter(compared.values())).data.partition.has_val
         by_test = [n for n, made in compared.items() if made.config.summary == "best"]
         if self.tune and by_test:
             raise ValueError(
@@ -244,52 +267,47 @@ class Asked:
                 "study: tune chooses by validation rows; give val_split, or your "
                 "own (docs/data.md#your-own-split)"
             )
-        cannot = [base for base, made in compared.items() if not made.can_choose]
-        if has_val and given is not chosen and "summary" not in options:
-            # Only the data say that they have validation rows of their own.
-            if not cannot:
-                compared = compare.compare(self.methods, run=False, **chosen)
-            else:
-                notes.append(
-                    f"validation rows choose no round, as {', '.join(cannot)} "
-                    "cannot be measured on them; the summary is that of the options"
-                )
-        notes += compared.notes
-        tuned = {}
+        if not has_val or given is chosen or "summary" in options:
+            return compared, []
+        # Only the data say that they have validation rows of their own.
+        if cannot := [base for base, made in compared.items() if not made.can_choose]:
+            line = (
+                f"validation rows choose no round, as {', '.join(cannot)} "
+                "cannot be measured on them; the summary is that of the options"
+            )
+            return compared, [line]
+        return compare.compare(self.methods, run=False, **chosen), []
+
+    def _tuned(
+        self, compared: Mapping[str, Experiment]
+    ) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
+        """How each method is tuned, as in `tuning.ways`, and in what it is not."""
+        tuned, notes = {}, []
         for base, made in compared.items():
             own, replaced = self.methods[base], custom.replaced(made.hparams)
             names = [n for n in self.tune if n not in own and n not in replaced]
             free = {name: self.tune[name] for name in names}
             tuned[base] = tuning.ways(free, made, own["algo"])
-            odd = [n for n in self.tune if n in own]
-            notes += [f"{base} has its own {n} and is not tuned in it" for n in odd]
-            notes += [
-                f"{base} has the optimizer {replaced[n]} and is not tuned in {n}"
-                for n in self.tune
-                if n in replaced and n not in own
-            ]
-        is_owned = has_val and bool(partition.val.count.any())
-        for row in self.rows:
-            base = row.removesuffix(FINE_TUNED)
-            is_odd = base in cannot or (row != base and not is_owned)
-            if is_odd and any(tuned[base].values()):
-                raise ValueError(
-                    f"study: tune: {row} cannot be measured on validation rows "
-                    "that belong to no client; give rows of clients with "
-                    f"partition=natural, or val_split in their place, or omit {row}"
-                )
-        hashes = {
-            base: {
-                "data": one.examples_sha256,
-                "own": self._files.get(base, one.own_sha256),
-                "split": one.split_sha256,
-                "tuned": trials.split_sha256(one),
-                "files": trials.files_sha256(one),
-                "computed": self._computed(base, one, compared.options[base]),
-            }
-            for base, one in compared.items()
+            for name in self.tune:
+                if name in own:
+                    notes.append(f"{base} has its own {name} and is not tuned in it")
+                elif name in replaced:
+                    which = f"the optimizer {replaced[name]}"
+                    notes.append(f"{base} has {which} and is not tuned in {name}")
+        return tuned, notes
+
+    def _hashes(
+        self, base: str, made: Experiment, options: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """The hashes of a run's data, code and files, by what they are of."""
+        return {
+            "data": made.examples_sha256,
+            "own": self._files.get(base, made.own_sha256),
+            "split": made.split_sha256,
+            "tuned": trials.split_sha256(made),
+            "files": trials.files_sha256(made),
+            "computed": self._computed(base, made, options),
         }
-        return _Setting(dict(compared.options), tuned, hashes, notes, runs)
 
     def _computed(self, base: str, run: Experiment, options: Mapping[str, Any]) -> str:
         """The hash of what code given in Python computes, "" where there is none.
