@@ -221,49 +221,22 @@ def made(
         ValueError: one line: another test, metrics that are no list, or an odd share.
     """
     goal = derived.goal(until, target)
-    if test not in ("wilcoxon", "none"):
-        raise ValueError(f"test={test}: expected wilcoxon or none")
-    if isinstance(metrics, str):
-        raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
-    is_list = isinstance(metrics, Sequence)
-    if not is_list or not all(isinstance(name, str) for name in metrics):
-        raise ValueError(f"metrics={metrics!r}: expected a list of names")
+    _check(metrics, test)
     of_setting = [[run for run in one.values() if run] for one in runs.values()]
     known = [run for found in of_setting for run in found]
-    rows = list(next(iter(runs.values())))
     metrics = metrics or _usual(of_setting, control)
-    columns, untested, apart, is_ranked = [], [], [], False
-    for (setting, found), here in zip(runs.items(), of_setting, strict=True):
-        since = {row: run and record.diverged(run) for row, run in found.items()}
-        bad = [row for row, round in since.items() if round is not None]
-        found = {row: None if row in bad else one for row, one in found.items()}
-        why, others = _not_ranked(found)
-        prefix = f"{setting}: " * (len(runs) > 1)
-        odd = {} if why else _apart(found, metrics)
-        lines = [why, *_of_apart(odd), others]
-        apart += [f"{prefix}{line}" for line in lines if line]
-        is_ranked |= not why and sum(one is not None for one in found.values()) > 1
-        for name in metrics:
-            told = here or known
-            how = derived.metric(name, told) if told else words.metric(name)
-            entries = _entries(found, name, control, goal)
-            arrays = {
-                row: run and record.client_values(run, name)
-                for row, run in found.items()
-                if test != "none" and not why and name not in derived.TITLES
-            }
-            is_alike = not why and name not in odd
-            values = _values(how, entries, arrays, control, is_ranked=is_alike)
-            pairs = zip(found, values, strict=True)
-            values = [Value("diverged") if row in bad else one for row, one in pairs]
-            columns.append(Column(setting, how, values))
-            has_values = any(one is not None for one in arrays.values())
-            is_bold = any(value.is_best for value in values) and test != "none"
-            if is_bold and not has_values and how.title not in untested:
-                untested.append(how.title)
+    parts = {
+        setting: _part(setting, found, here or known, metrics, control, test, goal)
+        for (setting, found), here in zip(runs.items(), of_setting, strict=True)
+    }
+    is_ranked = any(part.is_ranked for part in parts.values())
     notes = _of_values(known, metrics, control, test, is_ranked)
-    notes += apart + _diverged(runs)
+    for setting, part in parts.items():
+        prefix = f"{setting}: " * (len(parts) > 1)
+        notes += [f"{prefix}{line}" for line in part.lines]
+    notes += _diverged(runs)
     notes += _unknown(metrics, known)
+    untested = dict.fromkeys(one for part in parts.values() for one in part.untested)
     if untested:
         line = "no test is made, so that only the best is bold"
         notes.append(f"{', '.join(untested)}: {line}.")
@@ -271,7 +244,73 @@ def made(
     every = [run for found in runs.values() for run in found.values()]
     if left := sum(run is None for run in every):
         notes.append(f"{left} of {len(every)} results are not finished.")
-    return Table(rows, columns, notes)
+    columns = [column for part in parts.values() for column in part.columns]
+    return Table(list(next(iter(runs.values()))), columns, notes)
+
+
+def _check(metrics: Any, test: str) -> None:
+    """Refuses (ValueError) another test, and metrics that are no list of names."""
+    if test not in ("wilcoxon", "none"):
+        raise ValueError(f"test={test}: expected wilcoxon or none")
+    if isinstance(metrics, str):
+        raise ValueError(f"metrics={metrics!r}: expected a list, [{metrics!r}]")
+    is_list = isinstance(metrics, Sequence)
+    if not is_list or not all(isinstance(name, str) for name in metrics):
+        raise ValueError(f"metrics={metrics!r}: expected a list of names")
+
+
+class _Part(NamedTuple):
+    """The columns of one setting.
+
+    Attributes:
+        columns: One for each metric.
+        lines: Why values are not ranked, and in which rounds rows differ.
+        untested: Titles of columns whose best is bold without a test.
+        is_ranked: Whether a row may be the best.
+    """
+
+    columns: list[Column]
+    lines: list[str]
+    untested: list[str]
+    is_ranked: bool
+
+
+def _part(
+    setting: str,
+    found: Mapping[str, Record | None],
+    told: Sequence[Record],
+    metrics: Sequence[str],
+    control: str,
+    test: str,
+    goal: derived.Goal,
+) -> _Part:
+    """The columns of a setting, where `told` are runs that tell what metrics are."""
+    since = {row: run and record.diverged(run) for row, run in found.items()}
+    bad = [row for row, round in since.items() if round is not None]
+    found = {row: None if row in bad else one for row, one in found.items()}
+    why, others = _not_ranked(found)
+    odd = {} if why else _apart(found, metrics)
+    columns, untested = [], []
+    for name in metrics:
+        how = derived.metric(name, told) if told else words.metric(name)
+        entries = _entries(found, name, control, goal)
+        arrays = {
+            row: run and record.client_values(run, name)
+            for row, run in found.items()
+            if test != "none" and not why and name not in derived.TITLES
+        }
+        is_alike = not why and name not in odd
+        values = _values(how, entries, arrays, control, is_ranked=is_alike)
+        pairs = zip(found, values, strict=True)
+        values = [Value("diverged") if row in bad else one for row, one in pairs]
+        columns.append(Column(setting, how, values))
+        has_values = any(one is not None for one in arrays.values())
+        is_bold = any(value.is_best for value in values) and test != "none"
+        if is_bold and not has_values:
+            untested.append(how.title)
+    is_ranked = not why and sum(one is not None for one in found.values()) > 1
+    lines = [line for line in (why, *_of_apart(odd), others) if line]
+    return _Part(columns, lines, untested, is_ranked)
 
 
 def _not_ranked(found: Mapping[str, Record | None]) -> tuple[str, str]:
