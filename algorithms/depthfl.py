@@ -221,7 +221,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     unused = {}
     if not model.has_exits or levels.top(hparams) == 1:
         names = ("self_distill_weight", "ramp_rounds")
-        unused = dict.fromkeys(names, "on a model with one exit")
+        unused = dict.fromkeys(names, "as no client holds more than one exit")
     are_able = hparams.levels == "dynamic"  # so that each can hold every level
     if are_able or len(levels.possible(hparams, task.num_clients)) == 1:
         same = "as all clients that take part can hold the same stages"

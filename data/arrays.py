@@ -44,7 +44,9 @@ def from_arrays(
     Raises:
         ValueError: one line: what came, what was expected.
     """
-    x = labels.unmasked(x, "x")
+    parts, x = labels.several(x), labels.unmasked(x, "x")
+    if parts and len(x) != np.size(y):
+        raise ValueError(f"x must be one array, got {parts}")
     num_train = len(x) if x.ndim else 0
     has_owner = np.ones(num_train, bool)
     for name, more in (("test", test), ("val", val)):

@@ -68,9 +68,10 @@ def joined(
 def _odd(one: Any) -> str:
     """What came for a client in the place of arrays, and what is expected."""
     got = f"a {type(one).__name__}"
+    parts = one.values() if isinstance(one, Mapping) else one
+    if odd := next(filter(None, map(labels.several, parts)), ""):
+        return f"got {odd}"
     if isinstance(one, (tuple, list)):
-        if odd := next(filter(None, map(labels.several, one)), ""):
-            return f"got {odd}"
         got += f" of {' and '.join(f'{list(np.shape(x))}' for x in one)}"
     return (
         f'got {got}; expected the arrays (x, y) or {{"x": x, "y": y}}, x [N, ...] and '

@@ -195,7 +195,7 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
 
 
 def several(values: Any) -> str:
-    """A phrase about arrays that are parts of the same examples, "" if it is none."""
+    """A phrase about arrays that are parts of the same examples, "" for all else."""
     if not isinstance(values, (tuple, list)) or not 1 < len(values) < 10:
         return ""
     if not all(hasattr(one, "shape") for one in values):

@@ -149,7 +149,7 @@ def of(
     * bottom_decile: the mean over the worst tenth of the clients;
     * until_rounds, until_mb, until_clock: the first evaluated round after which the
       metric of `followed` reaches the goal, with its messages and simulated seconds.
-      Seeds that never do are left out and said.
+      Seeds that never do are left out and said; {} where none does.
 
     Raises a ValueError for a goal above 1 of an accuracy.
     """
@@ -208,14 +208,18 @@ def _until(
         entry = control.summary["metrics"].get(kind, {}) if control else {}
         share = 1 / goal.share if is_lower else goal.share
         goals = [share * aim for aim in entry.get("per_seed", ())]
-    if len(goals) != len(seeds):
+    is_known = any(kind in row for row in run.records)
+    if len(goals) != len(seeds) or not is_known:
         return None
     try:
+        place(run.records[0])  # also where no seed gets there
         found = curves.until(run.records, kind, goals, place, -1 if is_lower else 1)
     except KeyError:
         return None  # records without a clock
     has = [index for index, one in enumerate(found) if np.isfinite(one)]
-    entry = summaries.spread([float(found[index]) for index in has]) if has else None
-    if entry and len(has) < len(found):
+    if not has:
+        return {}
+    entry = summaries.spread([float(found[index]) for index in has])
+    if len(has) < len(found):
         entry |= {"seeds": has, "of_seeds": len(found)}
     return entry

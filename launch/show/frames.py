@@ -204,8 +204,9 @@ def beside(
         found = {n: derived.of(name, run, base, goal) for n, run in runs.items()}
         entries = {n: entry for n, entry in found.items() if entry}
         means = {n: one["mean"] for n, one in entries.items()}
-        if means:
-            frame[name] = frame.index.map(means)
+        # {} has no value, and is known.
+        if any(entry is not None for entry in found.values()):
+            frame[name] = frame.index.map(means).astype(float)
         covered = {n: summaries_lib.fewer(one) for n, one in entries.items()}
         if covered := {n: text for n, text in covered.items() if text}:
             frame[f"{name} of"] = frame.index.map(covered)

@@ -337,7 +337,9 @@ def _legend(
         text += f" Coloured differences are shown by the clients ({table.TEST})."
     if same:
         text += f" In all runs: {', '.join(same)}."
-    text += " MB are those of all clients in both directions, mean over seeds."
+    is_last = all(entry.summary["summary"] == "last" for entry in entries)
+    whole = "" if is_last else ", and of all rounds"
+    text += f" MB are those of all clients in both directions, mean over seeds{whole}."
     sizes = {e.name: words.setup_megabytes(e.summary) for e in entries}
     if first := [f"{name} {size}" for name, size in sizes.items() if size]:
         sets = " and ".join(first)

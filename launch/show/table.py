@@ -218,13 +218,13 @@ def made(
         target: In place of a share the value itself: a fraction for an accuracy.
 
     Raises:
-        ValueError: one line: another test, metrics that are no list, or an odd share.
+        ValueError: one line: another test, metrics that are not a list, an odd goal.
     """
     goal = derived.goal(until, target)
     _check(metrics, test)
     of_setting = [[run for run in one.values() if run] for one in runs.values()]
     known = [run for found in of_setting for run in found]
-    metrics = metrics or _usual(of_setting, control)
+    metrics = metrics or _usual(of_setting, control, goal)
     parts = {
         setting: _part(setting, found, here or known, metrics, control, test, goal)
         for (setting, found), here in zip(runs.items(), of_setting, strict=True)
@@ -249,7 +249,7 @@ def made(
 
 
 def _check(metrics: Any, test: str) -> None:
-    """Refuses (ValueError) another test, and metrics that are no list of names."""
+    """Refuses (ValueError) another test, and metrics other than a list of names."""
     if test not in ("wilcoxon", "none"):
         raise ValueError(f"test={test}: expected wilcoxon or none")
     if isinstance(metrics, str):
@@ -264,7 +264,8 @@ class _Part(NamedTuple):
 
     Attributes:
         columns: One for each metric.
-        lines: Why values are not ranked, and in which rounds rows differ.
+        lines: Why values are not ranked, in which rounds rows differ, and which rows
+            reached no goal.
         untested: Titles of columns whose best is bold without a test.
         is_ranked: Whether a row may be the best.
     """
@@ -290,10 +291,11 @@ def _part(
     found = {row: None if row in bad else one for row, one in found.items()}
     why, others = _not_ranked(found)
     odd = {} if why else _apart(found, metrics)
-    columns, untested = [], []
+    columns, untested, never = [], [], []
     for name in metrics:
         how = derived.metric(name, told) if told else words.metric(name)
         entries = _entries(found, name, control, goal)
+        never += [looks.title(row) for row, entry in entries.items() if entry == {}]
         arrays = {
             row: run and record.client_values(run, name)
             for row, run in found.items()
@@ -310,6 +312,8 @@ def _part(
             untested.append(how.title)
     is_ranked = not why and sum(one is not None for one in found.values()) > 1
     lines = [line for line in (why, *_of_apart(odd), others) if line]
+    if never:
+        lines.append(f"Never there: {', '.join(dict.fromkeys(never))}.")
     return _Part(columns, lines, untested, is_ranked)
 
 
@@ -432,6 +436,10 @@ def _derived(
         about = {name: about[name] for name in free}
         named = ", ".join(derived.TITLES[n] for n in needy)
         notes.append(f"{named}: these compare with a control, and none is given.")
+    if goal.value is not None and not derived.PLACES.keys() & set(metrics):
+        notes.append(
+            f"target={goal.value:g} is in no column; give metrics such as until_rounds."
+        )
     titles: dict[str, list[str]] = {}
     for name in filter(about.get, metrics):
         titles.setdefault(about[name], []).append(derived.TITLES[name])
@@ -470,8 +478,12 @@ def _diverged(runs: Mapping[str, Mapping[str, Record | None]]) -> list[str]:
     return lines
 
 
-def _usual(of_setting: Sequence[Sequence[Record]], control: str) -> list[str]:
+def _usual(
+    of_setting: Sequence[Sequence[Record]], control: str, goal: derived.Goal
+) -> list[str]:
     """The clients' metric, that of unseen clients, and how many are worse off.
+
+    With a value as a goal also the rounds until it is reached.
 
     Settings may have metrics of their own, as images beside a text have.
     """
@@ -488,6 +500,7 @@ def _usual(of_setting: Sequence[Sequence[Record]], control: str) -> list[str]:
         else:
             names = [name for name in names if name in has or name == main]
             names += ["bottom_decile", *["hurt"] * bool(control)]
+        names += ["until_rounds"] * (goal.value is not None)
         out |= dict.fromkeys(names)
     return sorted(out, key=lambda name: name in derived.TITLES) or ["client_accuracy"]
 
@@ -527,7 +540,7 @@ def _values(
     to_best, to_control = tested(known, best), tested(known, control)
     values = []
     for row, entry in entries.items():
-        if entry is None:
+        if not entry:
             values.append(Value("–"))
             continue
         (p, side), (p_best, _) = (

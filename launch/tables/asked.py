@@ -228,7 +228,13 @@ class Asked:
             if name in options
         ]
         compared, more = self._compared(options)
-        partition = next(iter(compared.values())).data.partition
+        data = next(iter(compared.values())).data
+        if (self.target or 0) > 1 and not data.num_words:
+            raise ValueError(
+                f"study: target={self.target:g}: accuracies are fractions; give "
+                f"{self.target / 100:g}"
+            )
+        partition = data.partition
         tuned, others = self._tuned(compared)
         notes += [*more, *compared.notes, *others]
         is_owned = partition.has_val and bool(partition.val.count.any())

@@ -947,6 +947,14 @@ def test_modules_that_do_not_fit(arrays, change, part):
             "a: got 2 arrays of .5, 2. and .5, 3., and an example is one",
         ),
         (
+            {"a": {"x": (np.ones((5, 2)), np.ones((5, 3))), "y": np.arange(5)}},
+            "a: got 2 arrays of .5, 2. and .5, 3., and an example is one",
+        ),
+        (
+            ((np.ones((5, 2)), np.ones((5, 2))), np.arange(5)),
+            "x must be one array, got 2 arrays of .5, 2. and .5, 2., and an example",
+        ),
+        (
             {"a": np.ones((5, 2)), "b": np.ones((5, 3)), "y": np.arange(5)},
             "a, b hold an array for each row; .* join several, as by np.concatenate",
         ),

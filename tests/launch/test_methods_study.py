@@ -494,7 +494,7 @@ def test_what_a_table_cannot_say(done):
     assert "MB up: of all rounds of a run." in notes
     flags, metrics = {"eval_moments": "after"}, {"trained_accuracy": {}}
     after = record.Record(None, flags, [], {}, {"metrics": metrics})
-    assert table._usual([[after]], "") == ["trained_accuracy"]
+    assert table._usual([[after]], "", derived.Goal()) == ["trained_accuracy"]
     with pytest.raises(ValueError, match="the study has none; omit it"):
         done.plot(setting="alpha 1")
 
@@ -1129,6 +1129,11 @@ def test_a_target_needs_no_control(done, tmp_path):
     assert "Hurt: these compare with a control, and none is given." in shown.notes
     never = done.table(["until_rounds"], control="", target=1)
     assert all(one.mean is None for one in never.columns[0].values)
+    assert "Never there: Local, FedAvg, FedAvg + FT." in never.notes
+    usual = done.table(control="", target=goal)
+    assert "Rounds until" in [one.metric.title for one in usual.columns]
+    line = "target=0.1 is in no column; give metrics such as until_rounds."
+    assert line in done.table(["hurt"], target=0.1).notes
     for given, line in (
         ({"target": 80}, "target=80: Client .UA. is a fraction; give 0.8"),
         ({"target": "80%"}, "target='80%': expected a value above 0, such as 0.8"),
@@ -1164,6 +1169,8 @@ def test_a_study_has_a_target(tmp_path):
     given = {"metrics": ["until_rounds"], "target": 0.1, **OPTIONS, "rounds": 1}
     with pytest.raises(ValueError, match="target=-1: expected a value above 0"):
         build.study(["local"], **given | {"target": -1})
+    with pytest.raises(ValueError, match="target=80: accuracies are fractions; give"):
+        build.study(["local"], **given | {"target": 80})
     ran = build.study(["local", "fedavg"], folder=tmp_path, **given)
     ran.run(progress=False)
     again = protocol.opened(tmp_path)
@@ -1222,6 +1229,9 @@ def test_a_goal_of_the_server():
     found = derived.of("until_rounds", run, None, derived.goal(None, 0.5))
     assert found["per_seed"] == [3]
     assert table._reached([run], derived.Goal(), "A") == "Global reaches 0.95 of A's"
+    assert derived.of("until_rounds", run, None, derived.goal(None, 0.9)) == {}
+    unknown = run._replace(records=[{"seed": 0, "round": 0}])
+    assert derived.of("until_rounds", unknown, None, derived.goal(None, 0.9)) is None
 
 
 def test_what_has_no_folder_says_so_once(capsys):
@@ -1307,6 +1317,8 @@ def test_comparisons_have_derived_columns():
         compared.summary(until=0.5)
     alone = compared.summary(target=0.01)
     assert alone["until_rounds"].tolist() == [0, 0] and "hurt" not in alone
+    assert compared.summary(target=1)["until_rounds"].isna().all()
+    assert "until_clock" not in compared.summary(target=1)
     swept = build.compare(
         ["local"], sweep={"client_lr": [0.1, 0.2]}, run=False, **OPTIONS
     )
