@@ -34,19 +34,11 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_pfl as fp
-from fedjax_pfl import (
-    local_training,
-    optimizer,
-    options,
-    shapes,
-    stacked,
-    traffic,
-    types,
-)
+from fedjax_pfl import averaging, optimizer, options, shapes, stacked, traffic, types
 
 
 @dataclasses.dataclass(frozen=True)
-class HParams(local_training.LocalTraining):
+class HParams(averaging.Averaging):
     client_lr: float = fp.option(0.05, "learning rate of the clients [eta_l]", above=0)
     server_lr: float = fp.option(1.0, "step of the server's model [eta_g]", minimum=0)
     aggregation: str = fp.option(
@@ -80,6 +72,11 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         *("weight_decay", "clip_norm", "optimizer_state"),
     )
     options.refuse(hparams, others, "with scaffold, whose local steps are plain SGD")
+    options.refuse(
+        hparams,
+        ("server_optimizer", "server_momentum"),
+        "with scaffold, whose server has a step of its own",
+    )
     model = task.model
     loss_fn = fp.cross_entropy_loss(model)
 

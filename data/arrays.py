@@ -44,9 +44,9 @@ def from_arrays(
     Raises:
         ValueError: one line: what came, what was expected.
     """
-    parts, x = labels.several(x), labels.unmasked(x, "x")
-    if parts and len(x) != np.size(y):
+    if parts := labels.several(x, y):
         raise ValueError(f"x must be one array, got {parts}")
+    x = labels.unmasked(x, "x")
     num_train = len(x) if x.ndim else 0
     has_owner = np.ones(num_train, bool)
     for name, more in (("test", test), ("val", val)):
@@ -143,6 +143,8 @@ def _with_more(
     """Appends official rows `more`, of the argument `name`, to (x, y, client)."""
     both = [x, labels.as_array(y, "y")]
     pair = (*more, *more)[:2]
+    if parts := labels.several(*pair):
+        raise ValueError(f"{name}: x must be one array, got {parts}")
     others = [labels.unmasked(pair[0], name), labels.as_array(pair[1], name)]
     for what, (one, other) in (("the train rows", both), (name, others)):
         # Joined with other rows they could have the right number together.

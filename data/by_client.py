@@ -68,9 +68,10 @@ def joined(
 def _odd(one: Any) -> str:
     """What came for a client in the place of arrays, and what is expected."""
     got = f"a {type(one).__name__}"
-    parts = one.values() if isinstance(one, Mapping) else one
-    if odd := next(filter(None, map(labels.several, parts)), ""):
-        return f"got {odd}"
+    parts = list(one.values() if isinstance(one, Mapping) else one)
+    for y in (one for one in parts if getattr(one, "ndim", 0) == 1):
+        if odd := next(filter(None, (labels.several(x, y) for x in parts)), ""):
+            return f"got {odd}"
     if isinstance(one, (tuple, list)):
         got += f" of {' and '.join(f'{list(np.shape(x))}' for x in one)}"
     return (

@@ -194,14 +194,15 @@ def _plain(values: Any, num_rows: int, what: str, of: str) -> np.ndarray:
     return array.astype(str) if kind == "m" else array
 
 
-def several(values: Any) -> str:
-    """A phrase about arrays that are parts of the same examples, "" for all else."""
-    if not isinstance(values, (tuple, list)) or not 1 < len(values) < 10:
+def several(values: Any, y: Any) -> str:
+    """A phrase about arrays that are parts of the examples of `y`, "" for all else."""
+    count = len(y) if hasattr(y, "__len__") else -1
+    if not isinstance(values, (tuple, list)) or len(values) in (0, 1, count):
         return ""
     if not all(hasattr(one, "shape") for one in values):
         return ""
     shapes = [list(one.shape) for one in values]
-    if min(map(len, shapes)) < 2 or len({shape[0] for shape in shapes}) > 1:
+    if min(map(len, shapes)) < 2 or {shape[0] for shape in shapes} != {count}:
         return ""
     return (
         f"{len(shapes)} arrays of {' and '.join(map(str, shapes))}, and an example is "
@@ -222,11 +223,10 @@ def unmasked(values: Any, what: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError as error:
-        odd = several(values) or (
-            "ragged ones; give test rows from Python as test=(x, y), or join them with "
-            "the train rows"
-        )
-        raise ValueError(f"{what} must be one array, got {odd}") from error
+        raise ValueError(
+            f"{what} must be one array, got ragged ones; give test rows from Python as "
+            "test=(x, y), or join them with the train rows"
+        ) from error
 
 
 def as_array(values: Any, what: str) -> np.ndarray:

@@ -93,7 +93,7 @@ def _on_rows(
 def sampled_clients(key: jax.Array, num_clients: int, num_sampled: int) -> jax.Array:
     """bool[K]: the clients with a measured own accuracy, fixed for the whole run.
 
-    `key` is that of a state. A draw takes as long as a shuffle of all clients.
+    `key` is that of a seed. A draw takes as long as a shuffle of all clients.
     """
     key = rng.stream(key, "engine.evaluation")
     chosen = jax.random.choice(key, num_clients, (num_sampled,), replace=False)

@@ -166,22 +166,18 @@ class Evaluations:
     def _sample(self, call: Call) -> Any:
         """bool[S, K], the clients of each seed of a call to measure, () = all.
 
-        They are drawn once. Where the state has shapes alone there are none.
+        They are drawn once, by the seed, whatever a round does to the state's key.
         """
         count, num_clients = self.program.scoring.num_sampled, self.rows.num_clients
-        everywhere = execution.replicated(self.execution)
-        if not count:
-            return ()
-        if isinstance(call.state.round, jax.ShapeDtypeStruct):
-            none = np.zeros((len(call.seeds), num_clients), bool)
-            return execution.place(none, everywhere)
-        if (seeds := tuple(call.seeds)) not in self.samples:
-            # All points of a seed have its key.
-            keys = call.state.key[:: len(call.pairs) // len(call.seeds)]
-            drawn = [evaluate.sampled_clients(k, num_clients, count) for k in keys]
+        if count and call.seeds not in self.samples:
+            drawn = [
+                evaluate.sampled_clients(jax.random.key(seed), num_clients, count)
+                for seed in np.asarray(call.values)
+            ]
             sample = np.stack(list(map(np.asarray, drawn)))
-            self.samples[seeds] = execution.place(sample, everywhere)
-        return self.samples[seeds]
+            everywhere = execution.replicated(self.execution)
+            self.samples[call.seeds] = execution.place(sample, everywhere)
+        return self.samples[call.seeds] if count else ()
 
     def _members(self, call: Call, block: kinds.Block) -> types.Cohort | None:
         """The clients of a block, [S, ...], with the plan by which they adapt."""

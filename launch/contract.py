@@ -264,9 +264,14 @@ class _Runs:
             return None
         try:
             with hosted.with_few_residents():
-                return self._fresh(client_chunk=1, client_state="host")
-        except ValueError:  # as of rows that differ from the start
+                made = self._fresh(client_chunk=1, client_state="host")
+        except ValueError:  # as where clients differ in architecture
             return None
+        try:
+            made.start()
+        except hosted.UnequalRowsError:
+            return None
+        return made
 
     def _kept_elsewhere(self, other: Experiment) -> str:
         """A run whose device holds the rows of a round's clients ends the same."""

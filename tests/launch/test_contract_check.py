@@ -276,6 +276,14 @@ def test_rows_of_no_cohort_are_read(options, shares_rows):
         contract.check(mine, **given)
 
 
+@pytest.mark.slow
+def test_rows_that_begin_unequal_stay_on_the_device(options):
+    """They cannot be elsewhere, and the rule is not claimed."""
+    given = options | {"clients_per_round": 3, "num_peers": 2, "shared_init": False}
+    rules = contract.check("dfedavg", **given)
+    assert not any("private rows a device" in rule for rule in rules)
+
+
 def test_what_only_one_process_knows(options):
     """A counter beside the state: another run, or a resumed one, is not the same."""
     seen = []

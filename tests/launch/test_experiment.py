@@ -950,6 +950,7 @@ def test_modules_that_do_not_fit(arrays, change, part):
             {"a": {"x": (np.ones((5, 2)), np.ones((5, 3))), "y": np.arange(5)}},
             "a: got 2 arrays of .5, 2. and .5, 3., and an example is one",
         ),
+        (([np.ones((8, 8)), np.ones((8, 9))], [0, 1]), "x must be one array, got rag"),
         (
             ((np.ones((5, 2)), np.ones((5, 2))), np.arange(5)),
             "x must be one array, got 2 arrays of .5, 2. and .5, 2., and an example",

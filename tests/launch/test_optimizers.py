@@ -249,7 +249,11 @@ def test_a_fixed_one_has_its_own_rate(tmp_path):
         ),
         (
             {"algo": "scaffold", "server_optimizer": "adam"},
-            "--server_optimizer belongs to .*; --algo=scaffold has no such flag",
+            "--server_optimizer=adam has no effect with scaffold, whose server has",
+        ),
+        (
+            {"algo": "scaffold", "server_optimizer": optax.sgd},
+            "--server_optimizer=own_sgd has no effect with scaffold",
         ),
         (
             {"algo": "fedadam", "server_optimizer": optax.adam},
