@@ -22,6 +22,7 @@ from launch import experiment as experiment_lib
 from launch.assemble import models_step
 from launch.config import algorithm_file, flags, presets, registry
 from launch.experiment import Experiment
+from launch.machine import residence
 
 # Up to so much numbers differ by rounding, at the usual rate; less at a lower one
 TOLERANCE, MILD_LR = 1e-3, 0.01
@@ -265,11 +266,8 @@ class _Runs:
         try:
             with hosted.with_few_residents():
                 made = self._fresh(client_chunk=1, client_state="host")
-        except ValueError:  # as where clients differ in architecture
-            return None
-        try:
             made.start()
-        except hosted.UnequalRowsError:
+        except (residence.NeededOnDeviceError, hosted.UnequalRowsError):
             return None
         return made
 

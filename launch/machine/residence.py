@@ -21,7 +21,7 @@ def place(config: schema.Config) -> str | None:
     """The folder of clients' private rows, "" = the host's memory, None = the device.
 
     Raises:
-        ValueError: there is no such folder, or another option needs all rows.
+        ValueError: there is no such folder.
     """
     name = config.client_state
     if name in ("device", "replicated"):
@@ -40,6 +40,10 @@ def place(config: schema.Config) -> str | None:
         )
     # Absolute, since the process may move before a file is made there.
     return "" if name == "host" else str(pathlib.Path(name).expanduser().absolute())
+
+
+class NeededOnDeviceError(ValueError):
+    """One line about rows of clients that cannot be on the host."""
 
 
 def recorded(name: str) -> str:
@@ -61,8 +65,9 @@ def with_resident_rows(
     `data` has a partition of all seeds, and the algorithm declares `shares_rows`.
 
     Raises:
-        ValueError: the algorithm keeps nothing for its clients, or not in equal rows,
-            or does not read them as it has to.
+        NeededOnDeviceError: the algorithm keeps nothing for its clients, or not in
+            equal rows.
+        ValueError: it does not read them as it has to.
     """
     given = f"--client_state={config.client_state}"
     tables, seeds = data.replace(partition=None), np.zeros(1, np.uint32)
@@ -85,7 +90,7 @@ def with_resident_rows(
     elif _has_keys(kept):
         why = f"clients of {who} keep random keys, which must be on the device"
     if why:
-        raise ValueError(f"{given}: {why}; omit it")
+        raise NeededOnDeviceError(f"{given}: {why}; omit it")
     cohort, is_grouped = planner.drawn(0, 0), len(task.client_models) > 1
     if not is_grouped:
         how, devices = task.execution, 1
@@ -103,7 +108,7 @@ def with_resident_rows(
         what = "what depends on each client from the first round on"
         if len(task.client_models) > 1:
             what = "the rows of each architecture apart"
-        raise ValueError(
+        raise NeededOnDeviceError(
             f"{given}: --algo={config.algo} keeps {what}, which must be on the device; "
             "omit it"
         )

@@ -44,19 +44,27 @@ class Goal(NamedTuple):
 
 def goal(until: float | None, target: float | None) -> Goal:
     """The goal of a table's arguments; a ValueError of one line if one is odd."""
-    for name, value, such in (("until", until, "share"), ("target", target, "value")):
+    for name, value, expected in (
+        ("until", until, "a share above 0, such as 0.95"),
+        ("target", target, "a value above 0, such as 0.8"),
+    ):
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if value is not None and not (is_number and value > 0):
-            example = {"share": "0.95", "value": "0.8"}[such]
-            raise ValueError(
-                f"{name}={value!r}: expected a {such} above 0, such as {example}"
-            )
+            raise ValueError(f"{name}={value!r}: expected {expected}")
     if until is not None and target is not None:
         raise ValueError(
             f"until={until} is a share of the control's result and target={target} a "
             "value itself; give one of them"
         )
     return Goal(value=target) if until is None else Goal(until)
+
+
+def check_fraction(target: float | None) -> None:
+    """Refuses (ValueError) the target of an accuracy that is given in percent."""
+    if target is not None and target > 1:
+        raise ValueError(
+            f"target={target:g}: accuracies are fractions; give {target / 100:g}"
+        )
 
 
 def main_metric(runs: Sequence[Record]) -> str:
@@ -198,11 +206,8 @@ def _until(
     how, seeds = words.metric(kind), {row["seed"] for row in run.records}
     is_lower = how.better == "lower"
     if goal.value is not None:
-        if how.unit == "%" and goal.value > 1:
-            raise ValueError(
-                f"target={goal.value:g}: {how.title} is a fraction; give "
-                f"{goal.value / 100:g}"
-            )
+        if how.unit == "%":
+            check_fraction(goal.value)
         goals = [goal.value] * len(seeds)
     else:
         entry = control.summary["metrics"].get(kind, {}) if control else {}

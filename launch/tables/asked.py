@@ -229,11 +229,8 @@ class Asked:
         ]
         compared, more = self._compared(options)
         data = next(iter(compared.values())).data
-        if (self.target or 0) > 1 and not data.num_words:
-            raise ValueError(
-                f"study: target={self.target:g}: accuracies are fractions; give "
-                f"{self.target / 100:g}"
-            )
+        if not data.num_words:  # a text has perplexities
+            derived.check_fraction(self.target)
         partition = data.partition
         tuned, others = self._tuned(compared)
         notes += [*more, *compared.notes, *others]

@@ -1135,7 +1135,7 @@ def test_a_target_needs_no_control(done, tmp_path):
     line = "target=0.1 is in no column; give metrics such as until_rounds."
     assert line in done.table(["hurt"], target=0.1).notes
     for given, line in (
-        ({"target": 80}, "target=80: Client .UA. is a fraction; give 0.8"),
+        ({"target": 80}, "target=80: accuracies are fractions; give 0.8"),
         ({"target": "80%"}, "target='80%': expected a value above 0, such as 0.8"),
         ({"target": 0.5, "until": 0.9}, "a value itself; give one of them"),
     ):
