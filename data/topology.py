@@ -72,10 +72,10 @@ def _custom(spec: types.PeerSpec, num_clients: int) -> Graph:
                 "round by num_peers"
             )
         # A gather on the device would silently take the nearest slot.
-        peers = np.where(mask, peers, 0)
-        if peers.size and (peers.min() < 0 or peers.max() >= num_clients):
+        valid = np.where(mask, peers, 0)
+        if valid.size and (valid.min() < 0 or valid.max() >= num_clients):
             raise ValueError(
-                f"PeerSpec.draw gave peers {peers.min()}..{peers.max()}; expected "
+                f"PeerSpec.draw gave peers {valid.min()}..{valid.max()}; expected "
                 f"clients 0..{num_clients - 1}"
             )
         return peers, mask

@@ -216,7 +216,7 @@ def of_clients(
     """
     test, score = data.partition.test, scoring.score
     num_clients, num_rows = test.start.shape[0], ids.shape[0]
-    is_sampled = sample if scoring.num_sampled else jnp.ones(num_clients, bool)
+    is_sampled = _is_sampled(sample, num_clients)
     cohort = exchange.everywhere(cohort)
     served = algorithm.serving_groups(state, cohort, data, num_rows)
     peers = _of_peers(algorithm, served)
@@ -345,7 +345,7 @@ def of_adapted(
     """
     part, ids = data.partition, members.client_id
     num_clients, num_rows = part.test.start.shape[0], ids.shape[0]
-    is_sampled = sample if scoring.num_sampled else jnp.ones(num_clients, bool)
+    is_sampled = _is_sampled(sample, num_clients)
     cohort = exchange.everywhere(cohort)
     groups = algorithm.serving_groups(state, cohort, data, num_rows)
     peers = _of_peers(algorithm, groups)
@@ -370,6 +370,11 @@ def of_adapted(
         found = _each_entry(group, tests, data, batch, how, score, adaptation)
         own = found if own is None else jax.tree.map(jnp.add, own, found)
     return {"serving": (own, ()), "known": known}
+
+
+def _is_sampled(sample: Any, num_clients: int) -> jax.Array:
+    """bool[K]: the sample, where () stands for all clients."""
+    return sample if len(sample) else jnp.ones(num_clients, bool)
 
 
 def _of_ids(ids: jax.Array, *tables: jax.Array) -> list[jax.Array]:

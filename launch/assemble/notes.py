@@ -400,14 +400,18 @@ def of_whole_numbers(
     if not is_usual or image.ndim != 2 or image.dtype.kind != "f":
         return []
 
-    def are_whole(columns: np.ndarray) -> np.ndarray:
-        return (columns == np.floor(columns)).all(0)
-
-    some = np.flatnonzero(are_whole(image[:1000]))  # the others need no further look
-    some = some[are_whole(image[:, some])]
-    low, high = image[:, some].min(0), image[:, some].max(0)
-    found = some[(low >= 0) & (high > 1) & (high > low)]
-    if not found.size or len(some) == image.shape[1]:
+    whole = np.ones(image.shape[1], bool)
+    # In slices, without a copy of the whole table; most have no such column.
+    for begin in range(0, len(image), 4096):
+        rows = image[begin : begin + 4096]
+        whole &= (rows == np.floor(rows)).all(0)
+        if not whole.any():
+            return []
+    if whole.all():
+        return []
+    low, high = image[:, whole].min(0), image[:, whole].max(0)
+    found = np.flatnonzero(whole)[(low >= 0) & (high > 1) & (high > low)]
+    if not found.size:
         return []
     named = ", ".join(map(str, found[:5])) + ", ..." * (len(found) > 5)
     return [
