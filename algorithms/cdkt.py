@@ -30,9 +30,11 @@ Differs from the paper, as its released code does: labels are mixed into the tar
 logit space (Eq. 8 means probabilities), norms are one Frobenius norm per batch (one per
 sample in section 5.2), and clients train alone in the first round (`--warm_rounds`).
 Differs from the code, as the paper says: the teacher is the mean over the round's
-clients in eval mode, and proxy batches are cycled instead of cutting a client's epoch
-short. `--preset=cdkt_code` restores the code's behaviour. With a weight of 0 nothing is
-sent for it. In rounds of `--warm_rounds` the server's outputs still count as sent.
+clients in eval mode, proxy batches are cycled instead of cutting a client's epoch
+short, and JS is the usual one (the code swaps its arguments). `--preset=cdkt_code`
+restores the code's behaviour, but for the 1e-7 that it adds to a target of KL without
+normalising it again. With a weight of 0 nothing is sent for it. In rounds of
+`--warm_rounds` the server's outputs still count as sent.
 """
 
 import dataclasses

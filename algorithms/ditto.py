@@ -34,7 +34,10 @@ from fedjax_pfl import averaging
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
     proximal_weight: float = fp.option(
-        0.1, "pull of the personal model to the server's [lambda]", minimum=0
+        0.1,
+        "pull of the personal model to the server's [lambda]",
+        minimum=0,
+        zero_is="local but for messages and the server's model",
     )
 
 

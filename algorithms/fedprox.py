@@ -27,7 +27,9 @@ from fedjax_pfl import averaging
 
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
-    proximal_weight: float = fp.option(0.01, "pull to the server [mu]", minimum=0)
+    proximal_weight: float = fp.option(
+        0.01, "pull to the server [mu]", minimum=0, zero_is="fedavg"
+    )
 
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:

@@ -40,7 +40,7 @@ from fedjax_pfl import averaging, boundary, distances, losses, options, proxy
 @dataclasses.dataclass(frozen=True)
 class HParams(averaging.Averaging):
     contrastive_weight: float = fp.option(
-        1.0, "weight of the contrastive loss [mu]", minimum=0
+        1.0, "weight of the contrastive loss [mu]", minimum=0, zero_is="fedavg"
     )
     temperature: float = fp.option(
         0.5,

@@ -54,32 +54,12 @@ def from_arrays(
             x, y, client = _with_more(x, y, client, more, name)
             is_new = np.full(len(x) - len(has_owner), len(more) == 3)
             has_owner = np.append(has_owner, is_new)
-    are_tokens = x.dtype.kind in "iu" and x.dtype != np.uint8 and x.ndim == 2
-    if are_tokens and x.size:
-        are_tokens = x.min() >= 0 and x.max() < 2**31
-    is_number = x.dtype == np.uint8 or x.dtype.kind == "f" or are_tokens
-    if x.ndim not in (2, 3, 4) or not is_number or 0 in x.shape[1:]:
-        is_whole = x.dtype.kind in "biu" and x.ndim in (2, 3, 4) and x.size
-        cure = "; give x.astype(np.float32)" if is_whole else ""
-        raise ValueError(
-            "x must be uint8 or float of shape [N, H, W, C], [N, H, W] or [N, D] with "
-            f"no axis of 0, got {x.dtype} {list(x.shape)}{cure}"
-        )
+    _check_kind(x)
     known = labels.classes(y, len(x), names[0], least_classes)
     owned = None if client is None else labels.owners(client, len(x), names[1])
     x, note = laid_out(x, layout)
-    notes = [note]
-    if are_tokens:
-        image = x.astype(np.int32, order="C")
-        notes.append(
-            f"x {x.dtype} {list(x.shape)} is taken as tokens 0 to {x.max()}; give "
-            "x.astype(np.float32) if they are numbers"
-        )
-    elif x.dtype == np.uint8:
-        # On a CPU jax may use the memory of an array, and a user may write to it.
-        image = np.array(x, order="C")
-    else:
-        image = as_float32(x, "x")
+    image, of_tokens = _converted(x)
+    notes = [note, of_tokens]
     if known.names:
         notes.append(
             f"labels are numbered 0 to {known.count - 1} in this order: "
@@ -87,10 +67,8 @@ def from_arrays(
         )
     notes += [labels.alike(known.names, "labels")]
     notes += [labels.alike(owned and owned.names, "owners")]
-    if x.ndim > 1 and x.dtype.kind == "f" and x.dtype.itemsize > 4:
-        name = "x[:, {}]" if x.ndim == 2 else "channel {} of x"
-        of_x = {name.format(j): x[..., j] for j in range(x.shape[-1])}
-        notes.append(merged(of_x if columns is None else columns))
+    if x.dtype.kind == "f" and x.dtype.itemsize > 4:
+        notes.append(merged(_columns(x) if columns is None else columns))
     made = dataset.Dataset(
         image,
         known.number,
@@ -104,6 +82,46 @@ def from_arrays(
     )
     num_val = 0 if val is None else len(val[0])
     return divided(made, num_train, num_val, has_owner)
+
+
+def _are_tokens(x: np.ndarray) -> bool:
+    """Whether whole numbers [N, T] are tokens."""
+    if x.dtype.kind not in "iu" or x.dtype == np.uint8 or x.ndim != 2:
+        return False
+    return not x.size or bool(x.min() >= 0 and x.max() < 2**31)
+
+
+def _check_kind(x: np.ndarray) -> None:
+    """Raises a one-line ValueError for examples of another type or shape."""
+    has_axes = x.ndim in (2, 3, 4)
+    is_number = x.dtype == np.uint8 or x.dtype.kind == "f" or _are_tokens(x)
+    if has_axes and is_number and 0 not in x.shape[1:]:
+        return
+    is_whole = x.dtype.kind in "biu" and has_axes and x.size
+    cure = "; give x.astype(np.float32)" if is_whole else ""
+    raise ValueError(
+        "x must be uint8 or float of shape [N, H, W, C], [N, H, W] or [N, D] with no "
+        f"axis of 0, got {x.dtype} {list(x.shape)}{cure}"
+    )
+
+
+def _converted(x: np.ndarray) -> tuple[np.ndarray, str]:
+    """Copies examples as uint8, int32 (tokens) or f32, with a note about tokens."""
+    if _are_tokens(x):
+        return x.astype(np.int32, order="C"), (
+            f"x {x.dtype} {list(x.shape)} is taken as tokens 0 to {x.max()}; give "
+            "x.astype(np.float32) if they are numbers"
+        )
+    if x.dtype == np.uint8:
+        # On a CPU jax may use the memory of an array, and a user may write to it.
+        return np.array(x, order="C"), ""
+    return as_float32(x, "x"), ""
+
+
+def _columns(x: np.ndarray) -> dict[str, np.ndarray]:
+    """The features or channels of examples by name."""
+    name = "x[:, {}]" if x.ndim == 2 else "channel {} of x"
+    return {name.format(j): x[..., j] for j in range(x.shape[-1])}
 
 
 def divided(

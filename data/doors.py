@@ -32,25 +32,8 @@ def opened(
     one-line ValueError: what came, and what to give instead.
     """
     held: dict[str, Any] = {}
-    if isinstance(given, Mapping) and "train" in given:
-        odd = sorted(map(str, {*given} - {*SPLITS}))
-        if odd and not any(map(foreign.is_column, given.values())):
-            raise ValueError(
-                f"dataset: {labels.listed(odd)} beside train: parts are called "
-                f"{', '.join(SPLITS)}; omit or rename them, or a client called train"
-            )
-    elif isinstance(given, Mapping) and not any(map(foreign.is_column, given.values())):
-        if files.are_splits(names := [str(name) for name in given]):
-            raise ValueError(
-                f"dataset: {labels.listed(names)} look like splits and not like "
-                f"clients; parts are called {', '.join(SPLITS)}, and clients otherwise"
-            )
-    if isinstance(given, Mapping) and {"train"} <= {*given} <= {*SPLITS}:
-        several = [name for name in SPLITS[2:] if name in given]
-        if len(several) > 1:
-            raise ValueError(f"dataset: {' and '.join(several)}: give one of them")
-        held = {"test": given.get("test"), "val": given.get((*several, "val")[0])}
-        given = given["train"]
+    if isinstance(given, Mapping):
+        given, held = _parts(given)
     elif test is None and _is_pair_of_pairs(given):
         given, held["test"] = given
     beside = {"test": test, "val": val}
@@ -104,6 +87,35 @@ def joined(
     return made._replace(notes=(*train.notes, *made.notes))
 
 
+def _parts(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the train rows of a dict, and its other parts if it has any.
+
+    A dict of columns, or of clients, is the train rows itself. Raises ValueError if
+    parts and clients cannot be told apart.
+    """
+    has_columns = any(map(foreign.is_column, given.values()))
+    names = list(map(str, given))
+    if "train" not in given:
+        if not has_columns and files.are_splits(names):
+            raise ValueError(
+                f"dataset: {labels.listed(names)} look like splits and not like "
+                f"clients; parts are called {', '.join(SPLITS)}, and clients otherwise"
+            )
+        return given, {}
+    if odd := sorted({*names} - {*SPLITS}):
+        if not has_columns:
+            raise ValueError(
+                f"dataset: {labels.listed(odd)} beside train: parts are called "
+                f"{', '.join(SPLITS)}; omit or rename them, or a client called train"
+            )
+        return given, {}
+    several = [name for name in SPLITS[2:] if name in given]
+    if len(several) > 1:
+        raise ValueError(f"dataset: {' and '.join(several)}: give one of them")
+    val = given.get((*several, "val")[0])
+    return given["train"], {"test": given.get("test"), "val": val}
+
+
 def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:
     """Train, test and validation rows of arrays whose parts a column names."""
     out = []
@@ -155,39 +167,59 @@ def _rows(given: Any, where: str, label: str, owner: str) -> Rows:
             for one in given
         ]
         return Rows(tuple(columns))
-    reason, sampler = f"got a {type(given).__name__}", getattr(given, "sampler", None)
+    if getattr(given, "sampler", None) is not None and hasattr(given, "dataset"):
+        return _of_loader(given, where, label, owner)
+    if isinstance(getattr(given, "tensors", None), tuple):
+        return _rows(given.tensors, where, label, owner)
+    is_array = hasattr(given, "dtype")
+    if has_rows and not is_array and not isinstance(given, (str, bytes)):
+        return _of_items(given, where, label, owner)
+    reason = f"got a {type(given).__name__}"
     if isinstance(given, str):
         reason = f"got the name {given!r}; test= and val= are for data that are given "
         reason += "in Python"
-    elif sampler is not None and hasattr(given, "dataset"):
-        # A loader draws its order again each time, but its data set has a fixed one.
-        rows = getattr(given.dataset, "__len__", int)()
-        if rows and rows == getattr(sampler, "__len__", int)():
-            line = f"{where}: the rows of its .dataset are taken once, in their order"
-            found = _rows(given.dataset, where, label, owner)
-            return found._replace(notes=(line, *found.notes))
-        reason += " that draws some of its rows; give its .dataset"
-    elif isinstance(getattr(given, "tensors", None), tuple):
-        return _rows(given.tensors, where, label, owner)
-    elif has_rows and not hasattr(given, "dtype") and not isinstance(given, bytes):
-        try:
-            items = [given[row] for row in range(len(given))]
-        except Exception as error:  # whatever the user's object raises
-            why, kind = options.reason(error), type(error).__name__
-            reason += f" whose rows raise a {kind} ({why})"
-            raise ValueError(f"{where}: expected {FORMS}, {reason}") from error
-        kinds = {len(one) if isinstance(one, (tuple, list)) else 0 for one in items}
-        if kinds in ({2}, {3}):
-            parts = zip(*items, strict=True)
-            return Rows(tuple(foreign.stacked(list(part), where) for part in parts))
-        if items and all(isinstance(one, Mapping) for one in items):
-            names = dict.fromkeys(name for one in items for name in one)
-            columns = {name: [one.get(name) for one in items] for name in names}
-            return _of_columns(columns, where, label, owner)
-        reason += " whose items are neither (x, y) nor dicts"
-    elif hasattr(given, "__iter__") and not hasattr(given, "dtype"):
+    elif hasattr(given, "__iter__") and not is_array and not has_rows:
         reason += " without __len__ and __getitem__; join its batches to arrays"
-    raise ValueError(f"{where}: expected {FORMS}, {reason}")
+    raise _unexpected(where, reason)
+
+
+def _unexpected(where: str, reason: str) -> ValueError:
+    return ValueError(f"{where}: expected {FORMS}, {reason}")
+
+
+def _of_loader(given: Any, where: str, label: str, owner: str) -> Rows:
+    """The rows of torch's DataLoader.
+
+    It draws their order again each time, but its data set has a fixed one.
+    """
+    rows = getattr(given.dataset, "__len__", int)()
+    if not rows or rows != getattr(given.sampler, "__len__", int)():
+        kind = type(given).__name__
+        reason = f"got a {kind} that draws some of its rows; give its .dataset"
+        raise _unexpected(where, reason)
+    line = f"{where}: the rows of its .dataset are taken once, in their order"
+    found = _rows(given.dataset, where, label, owner)
+    return found._replace(notes=(line, *found.notes))
+
+
+def _of_items(given: Any, where: str, label: str, owner: str) -> Rows:
+    """The rows of a data set that gives one item, (x, y) or a dict, at a time."""
+    reason = f"got a {type(given).__name__}"
+    try:
+        items = [given[row] for row in range(len(given))]
+    except Exception as error:  # whatever the user's object raises
+        why, kind = options.reason(error), type(error).__name__
+        reason += f" whose rows raise a {kind} ({why})"
+        raise _unexpected(where, reason) from error
+    kinds = {len(one) if isinstance(one, (tuple, list)) else 0 for one in items}
+    if kinds in ({2}, {3}):
+        parts = zip(*items, strict=True)
+        return Rows(tuple(foreign.stacked(list(part), where) for part in parts))
+    if items and all(isinstance(one, Mapping) for one in items):
+        names = dict.fromkeys(name for one in items for name in one)
+        columns = {name: [one.get(name) for one in items] for name in names}
+        return _of_columns(columns, where, label, owner)
+    raise _unexpected(where, f"{reason} whose items are neither (x, y) nor dicts")
 
 
 def _of_columns(given: Any, where: str, label: str, owner: str) -> Rows:

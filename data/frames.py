@@ -24,8 +24,9 @@ LABELS = ("label", "y", "target", "class")
 OWNERS = ("client", "client_id", "owner", "owner_id")
 # Columns that name rows or their owners, like those with `id` as last word
 _PERSONS = ("client", "owner", "user", "subject", "patient", "person", "participant")
-_NAMES = {*_PERSONS, *(f"{one}id" for one in _PERSONS)}
-_NAMES |= {"author", "customer", "speaker", "writer", "index", "row", "uid", "uuid"}
+_PERSONS += ("author", "customer", "speaker", "writer")
+_NAMES = {f"{one}{end}" for one in _PERSONS for end in ("", "id", "_no")}
+_NAMES |= {"index", "row", "uid", "uuid"}
 # Columns of two values that mark test rows
 _SPLITS = {"test", "train", "split", "is_test", "is_train", "is_training", "is_val"}
 # The column, in any case, of the parts of a table, and the names of these parts
@@ -182,7 +183,7 @@ def from_frame(
         kind, counts = "infinite", np.isinf(values).sum(0)
     if counts.any():
         raise _is_odd(kind, dict(zip(features, counts.tolist(), strict=True)))
-    _check_features(frame[features])
+    _check_features(frame[features], owner)
     made = arrays.from_arrays(
         values,
         frame[label],
@@ -332,13 +333,16 @@ def _called(names: Sequence[str], usual: Sequence[str]) -> set[str]:
     return {name for name in names if name.strip().lower() in usual}
 
 
-def _check_features(frame: pandas.DataFrame) -> None:
-    """Refuses columns that are named unlike features, unless they hold fractions."""
+def _check_features(frame: pandas.DataFrame, owner: str) -> None:
+    """Refuses columns that are named unlike features, unless they hold fractions.
+
+    `owner` is the column of the owners, if there is one.
+    """
     reasons = {}
     for name in frame.columns:
         words = re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
         words = "_".join(filter(None, re.split(r"[\W_]+", words)))
-        is_name = words in _NAMES or re.fullmatch(r"(.*_)?ids?", words)
+        is_name = words in _NAMES or re.fullmatch(r"(.*_)?(ids?|idx)", words)
         if not is_name and words not in _SPLITS:
             continue
         numbers = frame[name].to_numpy(np.float64)
@@ -348,11 +352,13 @@ def _check_features(frame: pandas.DataFrame) -> None:
             reasons[name] = "says which rows test"
     if reasons:
         found = [f"{labels.limited(name)} {why}" for name, why in reasons.items()]
-        cure = f"name the owner with --owner={next(iter(reasons)).strip()}"
+        cure = f"name the owner with --owner={next(iter(reasons)).strip()}, "
         if "says which rows test" in reasons.values():
-            cure = "give the test rows as test=frame from Python"
+            cure = "give the test rows as test=frame from Python, "
+        elif owner:
+            cure = ""
         raise ValueError(
-            f"columns are not features by their names: {', '.join(found)}; {cure}, "
+            f"columns are not features by their names: {', '.join(found)}; {cure}"
             "drop such columns, or rename those that are features"
         )
 

@@ -83,6 +83,9 @@ def load_npz(
     )
     if others := sorted(there.difference(known)):
         line = f"arrays of the file that are not used: {labels.listed(others)}"
+        like = {*others} & {*frames.OWNERS}
+        if like and train[2] not in found:
+            line += f"; owners of rows are in an array called {train[2]}"
         made = made._replace(notes=(*made.notes, line))
     return made
 

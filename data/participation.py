@@ -89,27 +89,29 @@ class Participation(NamedTuple):
 
 def chances(given: str, num_clients: int) -> np.ndarray:
     """f64[K, R] of `--availability`; ValueError for another text."""
-    wanted = f"a chance above 0 and at most 1, or {PREFIX}PATH with each client's"
+    wanted = f"a chance above 0 and at most 1, or a list or {PREFIX}PATH of each's"
     table = _table("availability", given, given or "1", num_clients, wanted)
     if not 0 <= table.min() <= table.max() <= 1 or not table.any():
-        raise ValueError(f"--availability={given}: expected {wanted}")
+        raise ValueError(f"--availability={_short(given)}: expected {wanted}")
     return table
 
 
 def speeds(given: str, num_clients: int, seeds: Sequence[int]) -> np.ndarray:
     """f64[seeds, K] of `--client_speed`; ValueError for another text."""
-    wanted = f"lognormal:S with S from 0 to 10, or {PREFIX}PATH of numbers above 0"
+    wanted = (
+        f"lognormal:S with S from 0 to 10, or a list or {PREFIX}PATH of numbers above 0"
+    )
     name, _, text = (given or "lognormal:0").partition(":")
     is_drawn = name == "lognormal"
     num_rows = 1 if is_drawn else num_clients
-    table = _table("client_speed", given, text if is_drawn else "", num_rows, wanted)
+    table = _table("client_speed", given, text if is_drawn else given, num_rows, wanted)
     speed = np.tile(table[:, 0], (len(seeds), 1))
     if is_drawn:
         gens = [rng.generator(seed, "data.speed") for seed in seeds]
         draws = np.stack([gen.normal(size=num_clients) for gen in gens])
         speed = np.exp(speed * draws) * (0 <= table[0, 0] <= 10)
     if not (speed > 0).all() or table.shape[1] > 1:
-        raise ValueError(f"--client_speed={given}: expected {wanted}")
+        raise ValueError(f"--client_speed={_short(given)}: expected {wanted}")
     return speed
 
 
@@ -119,16 +121,25 @@ def file_bytes(given: str) -> bytes:
     return path.read_bytes() if given.startswith(PREFIX) else b""
 
 
+def _short(given: str) -> str:
+    """A value as errors show it, of a long list its beginning."""
+    is_long = given.startswith("[") and len(given) > 60
+    return f"{given[:57]}..." if is_long else given
+
+
 def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.ndarray:
-    """f64[rows, R], finite: the number `text` in all rows, or a file's JSON list."""
-    is_file = given.startswith(PREFIX)
-    kind = [object] if is_file else json_text.NUMBER
+    """f64[rows, R], finite: the number `text` in all rows, or a JSON list of rows.
+
+    The list is in a file, or the text itself.
+    """
+    is_list = given.startswith((PREFIX, "["))
+    kind = [object] if is_list else json_text.NUMBER
     text = re.sub(r"^\.", "0.", text)  # JSON has no number .5
     try:
         found = json_text.read(file_bytes(given) or text, kind)
-        rows = found if is_file else [found]
+        rows = found if is_list else [found]
         rows = [one if isinstance(one, list) else [one] for one in rows]
-        if is_file and len(rows) != num_rows or len({len(one) for one in rows}) > 1:
+        if is_list and len(rows) != num_rows or len({len(one) for one in rows}) > 1:
             found = f"{len(rows)} entries for {num_rows} clients"
             raise ValueError(f"{found}, or lists of unequal length")
         table = np.array(rows)
@@ -137,6 +148,7 @@ def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.n
             raise ValueError("it has other values")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--{flag}={given}: expected {wanted} ({reason})") from error
+        line = f"--{flag}={_short(given)}: expected {wanted} ({reason})"
+        raise ValueError(line) from error
     table = table.astype(float)
-    return table if is_file else np.repeat(table, num_rows, 0)
+    return table if is_list else np.repeat(table, num_rows, 0)

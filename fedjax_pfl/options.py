@@ -28,6 +28,7 @@ def option(
     is_noted: bool = False,
     off: str = "",
     zero_is_off: bool = False,
+    zero_is: str = "",
     is_static: bool = False,
     is_in_rounds: bool | str = False,
 ) -> Any:
@@ -47,6 +48,7 @@ def option(
         off: A text that switches it off, as an empty one always does.
         zero_is_off: Marks a float with a 0 that removes code instead of multiplying by
             0. It then stays a Python 0.0 (static).
+        zero_is: The method of another name that a 0 makes of this one. A run notes it.
         is_static: Marks a float that is part of the program, such as one that decides
             sizes. It is never traced, and each value is compiled separately.
         is_in_rounds: Marks a number of rounds after which something is complete. A run

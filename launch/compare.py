@@ -286,7 +286,8 @@ def _shared(
     for name, own in runs.items():
         known = {*registry.fields_of(own["algo"]), *custom.ONLY_IN_PYTHON}
         out[name] = {option: options[option] for option in options if option in known}
-        facts = {"algo": own["algo"], "dataset": dataset}
+        algo = registry.algorithm_name(own["algo"])
+        facts = {"algo": algo, "dataset": dataset}
         ruled = presets.values(options.get("preset") or presets.BASE, facts)
         values = ruled | {k: v for k, v in (out[name] | own).items() if v is not None}
         other = registry.departure(own["algo"], values)

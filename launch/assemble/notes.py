@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,7 @@ def of_options(
             )
     found = [registry.departure(config.algo, vars(one)) for one in points]
     others = [(other.flags, other.name) for other in filter(None, found)]
+    others += [made for one in points for made in _by_zeros(one)]
     if at_points and at_points[0].same_as:
         others.append(("these options", at_points[0].same_as))
     out += dict.fromkeys(
@@ -84,6 +85,14 @@ def of_options(
             "batch.chosen, and is of all unless it uses them"
         )
     return out
+
+
+def _by_zeros(hparams: Any) -> Iterator[tuple[str, str]]:
+    """Pairs (flag, method) of the options whose 0 makes another method."""
+    for field in dataclasses.fields(hparams):
+        value, other = getattr(hparams, field.name), options.metadata(field)["zero_is"]
+        if other and options.is_off(value):
+            yield f"--{field.name}={value}", other
 
 
 def _without_effect(

@@ -1,5 +1,7 @@
 """Checks of single values, and how errors show a value."""
 
+import contextlib
+import json
 import numbers
 import os
 import unicodedata
@@ -15,6 +17,8 @@ FLOAT_LIMIT = float(np.finfo(np.float32).max)
 TEXT_LIMIT = 4096
 # Control characters, line and paragraph separators, halves of surrogate pairs
 _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
+# Options that are lists in Python, JSON as text, and files if they are long
+_LISTS = ("availability", "client_speed")
 # Where in Python the objects belong that are given to these options
 _PLACES = {
     "partition": "; rows of clients are given by dataset={client: (x[rows], y[rows])}",
@@ -28,7 +32,8 @@ def checked(name: str, value: Any, kind: type) -> Any:
     """The value as a plain `kind` that 32 bits and a line of a file can hold.
 
     None and own optimizers pass, an int passes as a float, and a number as the text of
-    one, such as availability=0.5. Anything else raises a short ValueError.
+    one, such as availability=0.5. A list or array passes as JSON where the option has
+    such a form. Anything else raises a short ValueError.
     """
     if value is None or isinstance(value, optimizer.Custom):
         return value
@@ -36,6 +41,9 @@ def checked(name: str, value: Any, kind: type) -> Any:
         value = value.item()
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if name in _LISTS and isinstance(value, (list, tuple, np.ndarray)):
+        with contextlib.suppress(TypeError, ValueError):  # other things in a list
+            value = json.dumps(value, default=lambda one: np.asarray(one).tolist())
     is_int = isinstance(value, int) and not isinstance(value, bool)
     is_number = is_int or isinstance(value, float)
     if kind is str and is_number and abs(value) < FLOAT_LIMIT:
@@ -73,6 +81,7 @@ def check_text(name: str, value: str) -> None:
     wrong = ""
     if len(value) > TEXT_LIMIT:
         wrong = f"has {len(value)} characters, at most {TEXT_LIMIT} fit"
+        wrong += "; give file:PATH of such a list" if name in _LISTS else ""
     elif odd:
         wrong = f"holds {odd[0]!r}, which a flagfile cannot hold; omit it"
     elif value != value.strip():

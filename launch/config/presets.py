@@ -19,7 +19,8 @@ class Rule(NamedTuple):
     """Values of options, and the conditions under which they hold.
 
     `when` maps conditions to wanted values. `algo`, `dataset`, `partition` and
-    `image_shape` (such as 28x28x1) want a name or one of several. `public_images` is
+    `image_shape` (such as 28x28x1) want a name or one of several. Those of an `algo`
+    hold for a custom algorithm of its name, too (`own_depthfl`). `public_images` is
     whether the algorithm needs a public set and has none yet, and `max_examples` the
     largest number of rows. Conditions on the data are checked once the data are loaded,
     after an algorithm's own options are set. `options` that an algorithm does not have
@@ -35,7 +36,10 @@ class Rule(NamedTuple):
         def is_met(name: str, wanted: Any) -> bool:
             if name == "max_examples":
                 return facts.get("num_examples", wanted + 1) <= wanted
-            return facts.get(name) in (wanted if isinstance(wanted, list) else [wanted])
+            known = facts.get(name)
+            if name == "algo" and known is not None:
+                known = known.removeprefix("own_")
+            return known in (wanted if isinstance(wanted, list) else [wanted])
 
         return all(is_met(*condition) for condition in self.when.items())
 

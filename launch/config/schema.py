@@ -337,9 +337,9 @@ class Training:
     )
     availability: str = option(
         "",
-        "chance that a client is available in a round, or file:PATH, a JSON list with "
-        "each client's chance, or its list of chances by round, which repeats; "
-        "a round draws among available clients, at least one",
+        "chance that a client is available in a round, or a JSON list (or file:PATH "
+        "of it) with each client's chance, or its list of chances by round, which "
+        "repeats; a round draws among available clients, at least one",
     )
     interrupted: float = option(
         0.0,
@@ -351,8 +351,9 @@ class Training:
     client_speed: str = option(
         "",
         "speeds of simulated devices, 1 = 10^9 multiply-accumulates a second: "
-        "lognormal:S (median 1, drawn by the partition's seed) or file:PATH, a JSON "
-        "list, default all 1; with it or --round_seconds records have a clock",
+        "lognormal:S (median 1, drawn by the partition's seed) or a JSON list (or "
+        "file:PATH of it), default all 1; with it or --round_seconds records have a "
+        "clock",
     )
     round_seconds: float = option(
         0.0,

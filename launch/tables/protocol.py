@@ -189,8 +189,14 @@ class Study:
             for final in finals:
                 self._run(final, progress, cell_timeout)
         for row, setting, chosen in self.choices():
+            where = f" in {setting}" * bool(setting)
+            if chosen.num_equal > 1:
+                self._say(
+                    f"note: {row}{where}: {chosen.num_equal} points have the best "
+                    f"{chosen.metric}, {chosen.value:.6g}; the first of them was taken",
+                    is_warning=True,
+                )
             for name in chosen.edges:
-                where = f" in {setting}" * bool(setting)
                 best, values = chosen.options[name], self.asked.tune[name]
                 self._say(
                     f"note: {row}{where}: the best {name}, {best}, is at the end of "
@@ -241,7 +247,8 @@ class Study:
                 if not self._trained(trial, progress, cell_timeout):
                     return False
         except lock.Held as error:
-            self._say(f"{trial.name} is left to another process: {error}")
+            line = f"note: {trial.name} is left to another process: {error}"
+            self._say(line, is_warning=True)
             return False
         except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError):
@@ -297,7 +304,8 @@ class Study:
         if not self.schedule.has_begun(trial):
             begin = functools.partial(self.schedule.write, trial)
         if not trials.train(made, progress, minutes, begin):
-            self._say(f"{trial.name}: its time is over after round {made.round}")
+            line = f"note: {trial.name}: its time is over after round {made.round}"
+            self._say(line, is_warning=True)
             return False
         if made.config.sweep:
             # Only the choice is read.

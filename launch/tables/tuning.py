@@ -30,6 +30,8 @@ class Choice(NamedTuple):
         is_fine_tuned: Whether fine-tuning is better than none, for a row that may.
         edges: The tuned options whose best value is the least or largest of several,
             no other value is as good, and it leaves something to gain.
+        num_equal: The points that are as good as this one, which is their first, with
+            itself.
     """
 
     options: dict[str, Any]
@@ -37,6 +39,7 @@ class Choice(NamedTuple):
     value: float = 0.0
     is_fine_tuned: bool = False
     edges: tuple[str, ...] = ()
+    num_equal: int = 1
 
 
 def ways(tune: Values, made: Experiment, algo: Any) -> dict[str, list[str]]:
@@ -113,7 +116,8 @@ def best(
         if x in _ends(tune[name]) and all(x == one.options[name] for one in others)
         if not is_whole
     )
-    return chosen._replace(edges=ends)
+    by_options = {tuple(sorted(one.options.items())) for one in equal}
+    return chosen._replace(edges=ends, num_equal=len(by_options))
 
 
 def _choosing(every: Sequence[Mapping[str, Any]], may_tune: bool) -> dict[str, bool]:

@@ -247,6 +247,8 @@ def test_usual_names_of_owners(tmp_path, name, is_file):
     [
         ("user_id", KINDS, "user_id names rows or their owners; .* --owner=user_id"),
         ("PassengerId", np.arange(60) * 7, "PassengerId names rows"),
+        ("client_idx", KINDS, "client_idx names rows"),
+        ("SubjectNo", KINDS, "SubjectNo names rows"),
         ("User ID", KINDS, "User ID names rows"),
         ("subject", KINDS * 1.0, "subject names rows"),
         ("index", np.arange(60), "index names rows"),
@@ -270,6 +272,9 @@ def test_two_owners():
     """Only one of them can be the owner."""
     with pytest.raises(ValueError, match="client names rows .*, owner names rows"):
         notes(y=KINDS, client=KINDS, owner=KINDS)
+    table = pandas.DataFrame({"a": KINDS * 0.5, "y": KINDS, "client": KINDS})
+    with pytest.raises(ValueError, match="client names rows or their owners; drop"):
+        frames.from_frame(table.assign(site=KINDS), owner="site")
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,10 @@ def test_npz_with_other_arrays(tmp_path):
     """A line names what is not used."""
     np.savez(tmp_path / "own.npz", x=X, y=Y, owner=Y, x_dev=X)
     found = loaders.load(f"npz:{tmp_path}/own.npz", "")
-    assert found.notes[-1] == "arrays of the file that are not used: owner, x_dev"
+    assert found.notes[-1] == (
+        "arrays of the file that are not used: owner, x_dev; owners of rows are in an "
+        "array called client"
+    )
     np.savez(tmp_path / "own.npz", x=X, y=Y, client=Y)
     assert "not used" not in "".join(loaders.load(f"npz:{tmp_path}/own.npz", "").notes)
 

@@ -408,12 +408,31 @@ def test_curves_over_the_clock(tmp_path):
     ],
 )
 def test_refusals(given, words, tmp_path):
+    forms = [given]
     for name in "availability", "client_speed":
         if not isinstance(given.get(name, ""), str):
-            given = given | {name: file(tmp_path, given[name])}
-    with pytest.raises(ValueError, match=words) as found:
-        made(**given)
-    assert "\n" not in str(found.value)
+            forms = [given | {name: file(tmp_path, given[name])}]
+            forms += [given] * isinstance(given[name], list)
+    for one in forms:
+        with pytest.raises(ValueError, match=words) as found:
+            made(**one)
+        assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("form", [list, np.array, json.dumps])
+def test_lists_are_as_in_files(form, tmp_path):
+    """Of chances by round, and of speeds."""
+    late = [[1, 1, 1]] * 5 + [[0, 0, 1]] * 3
+    given = made(availability=form(late), client_speed=form(SPEED), clients_per_round=8)
+    of_file = made(availability=file(tmp_path, late), clients_per_round=8)
+    for n in range(3):
+        assert clients(given, n) == clients(of_file, n)
+    assert {*clients(given, 0)} == {*range(5)} and len(clients(given, 2)) == 8
+    np.testing.assert_array_equal(given.planner._who.speed[0], SPEED)
+    again = made(
+        **{n: getattr(given.config, n) for n in ("availability", "client_speed")}
+    )
+    assert again.config.availability == given.config.availability == json.dumps(late)
 
 
 def test_who_is_interrupted_does_not_finish():

@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import numpy as np
 import pytest
 
@@ -243,6 +244,34 @@ def test_a_departure_is_in_the_name(tmp_path):
     with pytest.warns(UserWarning, match="^note: --algo=fedavg with"):
         made.run(progress=False)
     assert record.labels([record.read(tmp_path)]) == ["fedavg server_optimizer=yogi"]
+
+
+@pytest.mark.parametrize(
+    ("algo", "option", "other", "rest"),
+    [
+        ("fedprox", "proximal_weight", "fedavg", ""),
+        ("moon", "contrastive_weight", "fedavg", ""),
+        ("ditto", "proximal_weight", "local", " but for messages and"),
+    ],
+)
+def test_a_zero_that_makes_another_method_is_said(algo, option, other, rest):
+    """Its clients are then served the models of that method."""
+    given = BASE | {"algo": algo, "sweep": {option: [0.0, 0.1]}}
+    every = build.experiment(**given), build.experiment(**BASE | {"algo": other})
+    (line,) = (n for n in every[0].notes if "is the method" in n)
+    assert line.startswith(
+        f"--algo={algo} with --{option}=0.0 is the method {other}{rest}"
+    )
+    usual = build.experiment(**BASE | {"algo": algo})
+    assert not [note for note in usual.notes if "is the method" in note]
+    for made in every:
+        made.run(progress=False)
+    point = {"point": {option: 0.0}}
+    served = (
+        every[0].client_model(1, **point).variables,
+        every[1].client_model(1).variables,
+    )
+    jax.tree.map(np.testing.assert_array_equal, *served)
 
 
 def test_notes_are_shown_once(capsys):
