@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -10,6 +11,7 @@ import re
 import shlex
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -158,6 +160,29 @@ def test_the_shown_loss_trains(unequal, narrow):
         one.run(progress=False)
     shown, plain = (one.metrics[-1]["train_loss"] for one in runs)
     assert plain < shown < np.inf
+
+
+def test_the_shown_clients_learn_from_others(unequal, narrow):
+    """Without the others and the pull they are Local's."""
+    scope = {"dataclasses": dataclasses, "jax": jax, "jnp": jnp, "fp": fedjax_pfl}
+    exec(f"from fedjax_pfl import stacked, traffic\n{shown_algorithms()[6]}", scope)
+    mine = types.SimpleNamespace(HParams=scope["HParams"], make=scope["make"])
+    given = {"dataset": unequal, "model": "narrow", "num_clients": 4, "rounds": 2}
+    given |= {"preset": "none", "devices": 1, "clients_per_round": 3}
+    plain, alone, pulled, attracted = runs = [
+        build.experiment(algo="local", **given),
+        build.experiment(algo=mine, attraction=0.0, proximal_weight=0.0, **given),
+        build.experiment(algo=mine, attraction=0.0, **given),
+        build.experiment(algo=mine, sigma=1e9, **given),
+    ]
+    for one in runs:
+        one.run(progress=False)
+    models = [one.client_model(1).variables for one in runs]
+    same = [
+        all(jax.tree.leaves(jax.tree.map(np.array_equal, models[0], other)))
+        for other in models[1:]
+    ]
+    assert same == [True, False, False]
 
 
 def test_the_shown_rounds_are_fedavgs(unequal, narrow):
