@@ -90,9 +90,17 @@ def joined(
 def _parts(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the train rows of a dict, and its other parts if it has any.
 
-    A dict of columns, or of clients, is the train rows itself. Raises ValueError if
-    parts and clients cannot be told apart.
+    A dict of columns, or of clients, is the train rows itself, and one of clients with
+    parts is as one of parts with clients. Raises ValueError if parts and clients cannot
+    be told apart.
     """
+    if given and all(map(_has_parts, given.values())):
+        held = {name for one in given.values() for name in one}
+        given = {
+            part: {name: one[part] for name, one in given.items() if part in one}
+            for part in SPLITS
+            if part in held
+        }
     has_columns = any(map(foreign.is_column, given.values()))
     names = list(map(str, given))
     if "train" not in given:
@@ -114,6 +122,11 @@ def _parts(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         raise ValueError(f"dataset: {' and '.join(several)}: give one of them")
     val = given.get((*several, "val")[0])
     return given["train"], {"test": given.get("test"), "val": val}
+
+
+def _has_parts(one: Any) -> bool:
+    """Whether a client has train rows and others, each by its name."""
+    return isinstance(one, Mapping) and {"train"} <= {*one} <= {*SPLITS}
 
 
 def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:

@@ -325,11 +325,10 @@ def load_femnist(name: str, data_dir: str) -> dataset.Dataset:
     for folder in folders if data_dir else ():
         if paths := leaf.find(folder):
             return leaf.femnist(folder, paths)
-    where = (
-        f"in {' or '.join(map(str, folders[::-1]))}"
-        if data_dir
-        else "without --data_dir"
-    )
+    root = pathlib.Path(data_dir)
+    where = "without --data_dir"
+    if data_dir:
+        where = f"in {root}, {root / 'data'} or {root / name}"
     raise ValueError(
         f"--dataset=femnist: there is no {leaf.WANTED} {where}; put LEAF's FEMNIST by "
         "writer there, or take --dataset=emnist/byclass, the images without writers "

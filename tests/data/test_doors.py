@@ -305,6 +305,18 @@ def test_parts():
         doors.opened({"train": (X, Y), "dev": few, "val": few})
 
 
+def test_parts_of_clients():
+    """They are as the clients of parts, and a client may lack some."""
+    one, few = (X, Y), (X[:2], Y[:2])
+    by_client = {"a": {"train": one, "test": few, "dev": few}, "b": {"train": few}}
+    by_part = {"train": {"a": one, "b": few}, "test": {"a": few}, "dev": {"a": few}}
+    for rows, others in zip(*map(doors.opened, (by_client, by_part)), strict=True):
+        for pair in zip(rows.arrays, others.arrays, strict=True):
+            np.testing.assert_array_equal(*pair)
+    with pytest.raises(ValueError, match="dataset: val and dev: give one of them"):
+        doors.opened(by_client | {"b": {"train": few, "val": few}})
+
+
 def test_a_column_of_the_split_beside_arrays():
     """It divides the rows, with their owners, and no part of it trains by mistake."""
     split = ["test", "train", "Validation", "train"] * 3
@@ -812,7 +824,7 @@ def test_tables_of_pixels_by_client():
         ),
         ({"a": TABLE.assign(client="b")}, "the column client has other names than the"),
         ({"a": (FEATURES, Y[:3])}, r"a: x has the shape .12, 2. and y .3.; expected x"),
-        ({"a": {"train": (X, Y)}}, "a: got a dict; expected the arrays"),
+        ({"a": {"train": (X, Y), "x": X}}, "a: got a dict; expected the arrays"),
         ({("h", 1): (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients are called by"),
         ({"a": (X[:3], Y[:3]), ("h", 2): (X[3:], Y[3:])}, "clients .* got ..h., 2."),
     ],

@@ -379,7 +379,7 @@ def test_femnist_that_is_not_there(tmp_path):
     both = "LEAF's FEMNIST by writer there, or take --dataset=emnist/byclass"
     with pytest.raises(ValueError, match=f"json.*parquet without --data_dir.*{both}"):
         loaders.load("femnist", "")
-    place = f"in {tmp_path} or {tmp_path}/femnist; .*{both}"
+    place = f"in {tmp_path}, {tmp_path}/data or {tmp_path}/femnist; .*{both}"
     with pytest.raises(ValueError, match=place) as error:
         loaders.load("femnist", str(tmp_path))
     assert "\n" not in str(error.value)
