@@ -155,9 +155,11 @@ def _check_choosing(
     config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
 ) -> None:
     """Refuses (ValueError) to choose by validation rows that measure nothing."""
-    if config.summary != "best_validation" or can_choose(algorithm, partition):
+    chooses = config.choose_by or config.summary == "best_validation"
+    if not chooses or can_choose(algorithm, partition):
         return
-    name = "early_stop" if config.early_stop else "summary"
+    given = (name for name in ("early_stop", "choose_by") if getattr(config, name))
+    name = next(given, "summary")
     if not partition.has_val or not (partition.val.row >= 0).any():
         raise ValueError(
             f"--{name}={getattr(config, name)}: no validation row is left, as all are "
@@ -258,6 +260,13 @@ def _check_options(settings: Settings, algorithm: types.Algorithm) -> None:
     if settings.public is not None and algorithm.ships_proxy != "unlabelled":
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
+    measured = {"", "loss", *(one.name for one in settings.measures)}
+    if config.choose_by not in measured:
+        wanted = ",".join(filter(None, [config.eval_metrics, config.choose_by]))
+        raise ValueError(
+            f"--choose_by={config.choose_by} is not measured; give "
+            f"--eval_metrics={wanted}, or omit it"
+        )
     if config.eval_moments != "before" and (algorithm.trained or not algorithm.plans):
         why = "measures both already" if algorithm.trained else "trains nothing"
         raise ValueError(

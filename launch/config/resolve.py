@@ -308,9 +308,10 @@ def check(config: schema.Config, own: Collection[str] = (), num_val: int = 0) ->
             f"--val_split={config.val_split:g}: the data bring {num_val} validation "
             "rows of their own; omit it"
         )
-    chooses = config.early_stop or config.summary == "best_validation"
-    if chooses and not (config.val_split or num_val):
-        name = "early_stop" if config.early_stop else "summary"
+    chooses = config.choose_by or config.summary == "best_validation"
+    if (chooses or config.early_stop) and not (config.val_split or num_val):
+        given = (name for name in ("early_stop", "choose_by") if getattr(config, name))
+        name = next(given, "summary")
         raise ValueError(
             f"--{name}={getattr(config, name)} needs validation rows; give "
             "--val_split=0.2, or your own (docs/data.md#your-own-split)"

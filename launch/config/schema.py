@@ -409,6 +409,13 @@ class Evaluation:
         "best accuracy on all clients' test rows, as others' tables do",
         choices=SUMMARIES,
     )
+    choose_by: str = _image_option(
+        "",
+        "what of validation rows chooses a round (--summary=best_validation, "
+        "--early_stop), a point of a sweep, and what a study tunes: loss, or one of "
+        "--eval_metrics, of clients or else of the server's model; empty = accuracy",
+        choices=("", "loss", "macro_f1", "balanced_accuracy", "auc"),
+    )
     client_metrics: str = option(
         "summary",
         "evaluations of which each client's accuracy is kept (clients.npz): those of "

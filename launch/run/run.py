@@ -275,7 +275,7 @@ class Run:
             return round % every == 0 or round == last
 
         if (index, last) not in self._best:
-            self._best[index, last] = summaries.Best(self.config.summary, may_be)
+            self._best[index, last] = summaries.Best(self._choosing, may_be)
         best = self._best[index, last]
         # Each evaluation has a record of every variant, in order.
         best.read(self.metrics[index + count * best.num_read :: count])
@@ -339,6 +339,8 @@ class Run:
             if self.totals.diverged[index]:
                 record["diverged"] = int(self.totals.diverged[index])
             records.append(record | {"seconds": round(self.totals.seconds, 3)})
+        if self.config.choose_by and not self.metrics:
+            self._check_chooses(records)
         self.metrics += records
         if self.history is not None:
             self.history.add([accuracies for _, accuracies in results])
@@ -347,6 +349,15 @@ class Run:
             if accuracies is not None:
                 self.kept.add(index, self.round, accuracies, best[index])
         return records
+
+    def _check_chooses(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses (ValueError) to choose by what first records show to be undefined."""
+        names = summaries.choosing(choose_by=self.config.choose_by)
+        if all(one.keys().isdisjoint(names) for one in records):
+            raise ValueError(
+                f"--choose_by={self.config.choose_by}: the validation rows have no "
+                f"{' or '.join(names)}; omit it, or give more validation rows"
+            )
 
     def extend(self, rounds: int) -> Self:
         """Extends the run to a total of `rounds`, keeps its state, and returns itself.
@@ -464,7 +475,8 @@ class Run:
             return accuracies
         accuracies = np.array(accuracies)
         for index in range(count):
-            best = summaries.best_round(self.metrics[index::count], rule) or 0
+            names = summaries.choosing(rule)
+            best = summaries.best_round(self.metrics[index::count], names) or 0
             if best % self.config.eval_every == 0:
                 continue
             if best != self.config.rounds:
@@ -481,6 +493,11 @@ class Run:
     def chooses_round(self) -> bool:
         """Whether the summary is of a best round."""
         return self.config.summary in summaries.CHOSEN_BY
+
+    @property
+    def _choosing(self) -> tuple[str, ...]:
+        """The metrics by which the summary chooses a round."""
+        return summaries.choosing(self.config.summary, self.config.choose_by)
 
     def _best_of_each(self) -> list[int]:
         """Each variant's best round so far; the present one if none is chosen."""
@@ -555,7 +572,8 @@ class Run:
         if is_early and self.metrics:
             window, rule = (self.metrics[-1]["round"],), "last"
         parts = [self._numbers_of(point, window, rule) for point in self.points]
-        in_words = summaries.in_words(rule, window)
+        choose_by = self.config.choose_by
+        in_words = summaries.in_words(rule, window, choose_by)
         if rule == "last" and window[-1] < self.round:
             in_words = f"last evaluation, after round {window[-1]}"
         return {
@@ -565,6 +583,7 @@ class Run:
             "rounds": self.round,
             **({"stopped_early": True} if self.stopped_early else {}),
             "summary": rule,
+            **({"choose_by": choose_by} if choose_by else {}),
             "summary_of": in_words,
             "setup_bytes_down": self.setup_bytes(),
         }

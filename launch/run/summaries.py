@@ -88,17 +88,30 @@ def enough_rounds(rule_name: str, rounds: int, round: int, kept: Sequence[int]) 
     return rounds
 
 
-class Best:
-    """The best round of one variant by a rule, of records that come one after another.
+def choosing(rule_name: str = BEST, choose_by: str = "") -> tuple[str, ...]:
+    """The metrics by which a rule chooses, of which the first that is measured counts.
 
-    The first metric of the rule that any of them has decides, and then the first round.
+    `choose_by` is that of the run, "" = accuracy, or perplexity of a text.
+    """
+    if rule_name == BEST and choose_by:
+        sides = ("client", "global")
+        return tuple(f"{metric_kinds.VALIDATION}{one}_{choose_by}" for one in sides)
+    return CHOSEN_BY[rule_name]
+
+
+class Best:
+    """The best round of one variant, of records that come one after another.
+
+    The first metric of `names` that any of them has decides, and then the first round.
     Records after a divergence do not count.
     """
 
-    def __init__(self, rule_name: str, may_be: Callable[[int], bool] = lambda _: True):
+    def __init__(
+        self, names: Sequence[str], may_be: Callable[[int], bool] = lambda _: True
+    ):
         """`may_be` says of a round whether it may be the best one."""
         self._found: dict[str, tuple[float, int] | None] = {}
-        self._names, self._may_be, self.num_read = CHOSEN_BY[rule_name], may_be, 0
+        self._names, self._may_be, self.num_read = names, may_be, 0
 
     def read(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Reads the next records."""
@@ -108,8 +121,8 @@ class Best:
                 if name not in one:
                     continue
                 found = self._found.setdefault(name, None)
-                is_less = metric_kinds.of(name) is metric_kinds.Kind.PERPLEXITY
-                value = one[name] if is_less else -one[name], one["round"]
+                is_more = metric_kinds.of(name) is metric_kinds.Kind.FRACTION
+                value = -one[name] if is_more else one[name], one["round"]
                 if "diverged" not in one and (found is None or value < found):
                     self._found[name] = value
 
@@ -122,23 +135,23 @@ class Best:
 
 
 def best_round(
-    records: Sequence[Mapping[str, Any]], rule_name: str = BEST
+    records: Sequence[Mapping[str, Any]], names: Sequence[str] = CHOOSING
 ) -> int | None:
-    """The first round that is best by a rule, of one variant, None = none has a metric.
+    """The first round that is best, of one variant, None = none has one of the metrics.
 
     Records after a divergence do not count.
     """
-    best = Best(rule_name)
+    best = Best(names)
     best.read(records)
     return best.round
 
 
-def in_words(rule_name: str, window: Sequence[int]) -> str:
+def in_words(rule_name: str, window: Sequence[int], choose_by: str = "") -> str:
     """A rule in words: `mean of rounds 91 to 100`, or `last`."""
     if rule_name == "last":
         return rule_name
     if rule_name == BEST:
-        return "round with the best validation"
+        return " ".join(["round with the best validation", *choose_by.split("_")])
     if rule_name == "best":
         return "best round on test rows"
     kind = "median" if rule_name.startswith("median") else "mean"

@@ -432,7 +432,8 @@ def _answer(entries: Entries, metric: words.Metric, base: Entry) -> str:
     means = [metric.text(one.summary["metrics"][name]) for one in ranked]
     if _is_sweep(entries):
         parts = [{**one.summary, "point": one.run.point} for one in entries]
-        chosen = words.chosen(parts) or words.NOT_TO_CHOOSE_BY
+        choose_by = entries[0].run.summary.get("choose_by", "")
+        chosen = words.chosen(parts, choose_by) or words.NOT_TO_CHOOSE_BY
         sound = " that did not diverge" * (len(ranked) < len(entries))
         which, reach = f"{len(ranked)} points{sound} reach", f"{means[-1]} to "
         if len(ranked) == 1:

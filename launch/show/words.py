@@ -363,19 +363,22 @@ def _sweep_lines(summary: dict[str, Any]) -> list[str]:
             cells.append(f"{text:>16}")
         texts = filter(None, [*cells, diverged(part.get("diverged"))])
         lines.append(f"{label:<{width}}  " + "  ".join(texts))
-    return [*lines, chosen(parts) or f"{NOT_TO_CHOOSE_BY}."]
+    best = chosen(parts, summary.get("choose_by", ""))
+    return [*lines, best or f"{NOT_TO_CHOOSE_BY}."]
 
 
-def chosen(parts: Sequence[Mapping[str, Any]]) -> str:
+def chosen(parts: Sequence[Mapping[str, Any]], choose_by: str = "") -> str:
     """A line about the point of a sweep with the best validation, "" without any.
 
-    `parts` are summaries with their `point`.
+    `parts` are summaries with their `point`, and `choose_by` is as in
+    `summaries.choosing`.
     """
     labels = [sweep.label(part["point"]) for part in parts]
     whole = [not part.get("diverged") for part in parts]
     every = [part["metrics"] for part in parts]
     known = [one for one, is_whole in zip(every, whole, strict=True) if is_whole]
-    shared = [name for name in summaries.CHOOSING if all(name in one for one in known)]
+    names = summaries.choosing(choose_by=choose_by)
+    shared = [name for name in names if all(name in one for one in known)]
     if not shared or not known:
         return ""
     how, nothing = metric(shared[0]), {"mean": np.nan}

@@ -244,6 +244,12 @@ class Asked:
                     "that belong to no client; give rows of clients with "
                     f"partition=natural, or val_split in their place, or omit {row}"
                 )
+            choose_by = compared[base].config.choose_by
+            if self.tune and row != base and choose_by not in ("", "loss"):
+                raise ValueError(
+                    f"study: tune: choose_by={choose_by} is not measured of "
+                    f"fine-tuned clients; take loss, or omit {row}"
+                )
         hashes = {
             base: self._hashes(base, made, compared.options[base])
             for base, made in compared.items()

@@ -72,24 +72,25 @@ class Schedule:
         """What validation rows chose for a row, None before its trials are finished.
 
         A row is tuned by the metric that it shows: a method by `val_client_accuracy`
-        (or the first of `summaries.CHOOSING` that it has), its fine-tuned clients by
+        (or the first of `summaries.choosing` that it has), its fine-tuned clients by
         the better of `val_fine_tuned_accuracy` and that. The seeds' mean counts, after
         each seed's best round, and a point that diverged wins only if all did.
         """
         if (setting, row) in self._choices:
             return self._choices[setting, row]
-        base, points = row.removesuffix(FINE_TUNED), []
+        base, points, choose_by = row.removesuffix(FINE_TUNED), [], ""
         every, single = self.tuning(setting, base), self.tuned(setting, base)["runs"]
         for trial in every:
             if not self.is_finished(trial):
                 return None
             done = self.summary(trial)
+            choose_by = done.get("choose_by", "")
             fixed = {name: trial.options[name] for name in single}
             for part in done.get("sweep", [done]):
                 points.append((fixed | part.get("point", {}), part))
         found = tuning.Choice({}, is_fine_tuned=row != base)
         if every:
-            found = tuning.best(points, self._asked.tune, row != base)
+            found = tuning.best(points, self._asked.tune, row != base, choose_by)
         return self._choices.setdefault((setting, row), found)
 
     def final(self, setting: str, row: str) -> trials.Trial | None:

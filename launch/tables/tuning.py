@@ -81,18 +81,20 @@ def best(
     points: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
     tune: Values,
     may_tune: bool,
+    choose_by: str = "",
 ) -> Choice:
     """The best of points (options, part of a summary) by validation rows.
 
-    The metric is the first of `summaries.CHOOSING` that was measured. Where fine-tuning
-    is allowed (`may_tune`) its twin counts too, and no fine-tuning is better if they
-    are equal. A point that diverged wins only if all did, and one of whose seeds some
-    have no value, as fine-tuning diverged, only if all are. Raises a ValueError if
-    there are no validation rows.
+    The metric is the first of `summaries.choosing` by `choose_by` that was measured.
+    Where fine-tuning is allowed (`may_tune`) its twin counts too, and no fine-tuning is
+    better if they are equal. A point that diverged wins only if all did, and one of
+    whose seeds some have no value, as fine-tuning diverged, only if all are. Raises a
+    ValueError if there are no validation rows.
     """
     found: list[tuple[bool, float, Choice]] = []
     whole = [one for one in points if not one[1]["diverged"]]
-    names = _choosing([part["metrics"] for _, part in whole or points], may_tune)
+    every = [part["metrics"] for _, part in whole or points]
+    names = _choosing(every, may_tune, choose_by)
     if whole and not names:
         raise ValueError("study: tune needs validation rows of at least one client")
     for options, part in whole or points:
@@ -120,13 +122,15 @@ def best(
     return chosen._replace(edges=ends, num_equal=len(by_options))
 
 
-def _choosing(every: Sequence[Mapping[str, Any]], may_tune: bool) -> dict[str, bool]:
+def _choosing(
+    every: Sequence[Mapping[str, Any]], may_tune: bool, choose_by: str
+) -> dict[str, bool]:
     """The validation metrics that choose, and whether each is of fine-tuned clients.
 
     `every` are the metrics of the points, which are compared by the same one.
     """
     known = set().union(*every)
-    for name in summaries.CHOOSING:
+    for name in summaries.choosing(choose_by=choose_by):
         if name in known:
             tuned = name.replace("client_", "fine_tuned_")
             return {name: False} | ({tuned: True} if may_tune else {})

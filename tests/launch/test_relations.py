@@ -196,6 +196,7 @@ anchor notes layer_personalization=true
 anchor notes proximal_weight=on
 augment only images
 c_gen only images
+choose_by only images
 classes_per_client notes partition=pathological/pfllib_pathological/cdkt/cdkt_code/cdkt_paper
 client_classes needs partition=classes !
 client_distance notes client_distill_weight=on
