@@ -152,11 +152,7 @@ def from_frame(
     check_names(names)
     frame = frame.set_axis(names, axis=1)
     if least_classes < 2:  # of a public set, in which nobody reads labels and owners
-        owner = _named(names, owner) if _named(names, owner) in names else ""
-        found = {_named(names, label)} & {*names} if label else _called(names, LABELS)
-        label = min(found, default=label or LABELS[0])
-        frame = frame.copy()
-        frame[label] = 0
+        frame, label, owner = _unlabelled(frame, label, owner)
         names = list(frame.columns)
     label, owner = chosen(names, label, owner)
     others = [name for name in names if name not in (label, owner)]
@@ -175,14 +171,7 @@ def from_frame(
     frame, has_owner = _joined(frame, parts, label, owner)
     num_val = 0 if parts["val"] is None else len(parts["val"])
 
-    _check_numbers(frame, features)
-    kind, values = "missing", None
-    counts = frame[features].isna().sum().to_numpy()
-    if not counts.any():
-        values = frame[features].to_numpy(np.float64)
-        kind, counts = "infinite", np.isinf(values).sum(0)
-    if counts.any():
-        raise _is_odd(kind, dict(zip(features, counts.tolist(), strict=True)))
+    values = _numbers(frame, features)
     _check_features(frame[features], owner)
     made = arrays.from_arrays(
         values,
@@ -206,6 +195,29 @@ def from_frame(
     doubts = _doubts(values, features, made.label)
     made = made._replace(notes=(line, *made.notes, *doubts))
     return arrays.divided(made, count, num_val, has_owner)
+
+
+def _unlabelled(
+    frame: pandas.DataFrame, label: str, owner: str
+) -> tuple[pandas.DataFrame, str, str]:
+    """Returns a table whose labels are all 0, and its columns of labels and owners."""
+    names = list(frame.columns)
+    owner = _named(names, owner) if _named(names, owner) in names else ""
+    found = {_named(names, label)} & {*names} if label else _called(names, LABELS)
+    label = min(found, default=label or LABELS[0])
+    return frame.assign(**{label: 0}), label, owner
+
+
+def _numbers(frame: pandas.DataFrame, features: Sequence[str]) -> np.ndarray:
+    """Returns columns as f64[N, D]; ValueError for text, missing or infinite values."""
+    _check_numbers(frame, features)
+    kind, counts = "missing", frame[features].isna().sum().to_numpy()
+    if not counts.any():
+        values = frame[features].to_numpy(np.float64)
+        kind, counts = "infinite", np.isinf(values).sum(0)
+    if counts.any():
+        raise _is_odd(kind, dict(zip(features, counts.tolist(), strict=True)))
+    return values
 
 
 def _joined(
