@@ -135,12 +135,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
     Raises ValueError if a client would have too few examples.
     """
     if spec.partition.startswith(file.PREFIX):
-        found = file.read(spec.partition, source.num_dealt)
-        # As where it was drawn, clients that train are judged with their test rows.
-        train = found.train.count
-        _check_sizes(np.where(train > 0, train + found.test.count, 0), spec)
-        train = held_out.first_share(found.train, source.label, spec.train_share)
-        return found._replace(train=train)
+        return _of_file(source, spec)
     gen = rng.generator(seed, "data.partition")
     official = spec.test_split == "official"
     if official and not source.num_test:
@@ -148,6 +143,47 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
             "--test_split=official: this data set has no official test rows; take "
             "client_share, or give your own (docs/data.md#your-own-split)"
         )
+    pool, proxy = _pool(source, spec, gen)
+    # `_check_owners` names owners that are too small.
+    if spec.partition not in (*cdkt.KINDS, "natural"):
+        why = f"for --min_examples={spec.min_examples} of {len(pool)}"
+        most = len(pool) // spec.min_examples
+        options.check_at_most("num_clients", spec.num_clients, most, why)
+    if spec.partition in pfllib.KINDS:
+        pool, gen = np.sort(pool), np.random.RandomState(seed)
+    drawn = _draw(source, pool, spec, gen)
+    if spec.partition == "natural":
+        _check_owners(drawn.count, source, spec)
+    _check_sizes(drawn.count, spec)
+    owned = parts.Parts(pool[drawn.row], drawn.count)
+    if spec.partition in pfllib.KINDS and spec.test_split == "merged":
+        train, test = pfllib.divided(owned, gen)
+    else:
+        train, test = held_out.split(owned, source.label, spec.test_split, seed)
+    train = held_out.first_share(train, source.label, spec.train_share)
+    given = parts.Given(test, proxy[:0])
+    if official:
+        given = _given(source, np.arange(source.num_train, source.num_dealt), spec)
+    return Split(train, *given, proxy)
+
+
+def _of_file(source: dataset.Dataset, spec: PartitionSpec) -> Split:
+    """The split of `--partition=file:PATH`, of which clients train a share."""
+    found = file.read(spec.partition, source.num_dealt)
+    # As where it was drawn, clients that train are judged with their test rows.
+    train = found.train.count
+    _check_sizes(np.where(train > 0, train + found.test.count, 0), spec)
+    train = held_out.first_share(found.train, source.label, spec.train_share)
+    return found._replace(train=train)
+
+
+def _pool(
+    source: dataset.Dataset, spec: PartitionSpec, gen: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows that clients share, in the order in which they are dealt, and the proxy.
+
+    Raises ValueError if they have too few for `--examples_per_client`.
+    """
     is_pooled = spec.test_split in held_out.POOLED
     size = source.num_dealt if is_pooled else source.num_train
     # The rows of a text have neighbours, which stay together.
@@ -172,27 +208,7 @@ def split(source: dataset.Dataset, spec: PartitionSpec, seed: int) -> Split:
             "examples_per_client", spec.examples_per_client, most, why
         )
         pool = pool[: spec.examples_per_client * spec.num_clients]
-    # `_check_owners` names owners that are too small.
-    if spec.partition not in (*cdkt.KINDS, "natural"):
-        why = f"for --min_examples={spec.min_examples} of {len(pool)}"
-        most = len(pool) // spec.min_examples
-        options.check_at_most("num_clients", spec.num_clients, most, why)
-    if spec.partition in pfllib.KINDS:
-        pool, gen = np.sort(pool), np.random.RandomState(seed)
-    drawn = _draw(source, pool, spec, gen)
-    if spec.partition == "natural":
-        _check_owners(drawn.count, source, spec)
-    _check_sizes(drawn.count, spec)
-    owned = parts.Parts(pool[drawn.row], drawn.count)
-    if spec.partition in pfllib.KINDS and spec.test_split == "merged":
-        train, test = pfllib.divided(owned, gen)
-    else:
-        train, test = held_out.split(owned, source.label, spec.test_split, seed)
-    train = held_out.first_share(train, source.label, spec.train_share)
-    given = parts.Given(test, proxy[:0])
-    if official:
-        given = _given(source, np.arange(source.num_train, source.num_dealt), spec)
-    return Split(train, *given, proxy)
+    return pool, proxy
 
 
 def own_validation(source: dataset.Dataset, spec: PartitionSpec) -> parts.Given:
