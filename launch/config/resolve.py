@@ -80,26 +80,14 @@ def resolve(
     }
     partition = config.partition or _partition(config, source, facts)
     rules = presets.values(config.preset, facts | {"partition": partition})
-    rules["partition"] = partition
-    if partition == "natural":
-        least = config.min_examples
-        if "min_examples" not in is_given:
-            least = rules.get("min_examples", least)
-        rules["num_clients"] = _owners(config, source, least)
-        rules["examples_per_client"] = 0
-    if partition in partitions.SIZED:
-        rules["examples_per_client"] = 0
+    least = config.min_examples
+    if "min_examples" not in is_given:
+        least = rules.get("min_examples", least)
+    rules |= _of_partition(config, source, partition, least)
     rules["test_split"] = _test_split(config, source, partition, rules["test_split"])
-    if source.takes == "labelled tokens":
-        rules |= {"normalization": "none", "augment": "none"}
-    if name.startswith(own_files.NORMALIZED) and source.image.dtype != np.uint8:
-        rules["normalization"] = "none"
-    if source.is_text:
-        rules |= _of_text(source)
+    rules |= _of_examples(config, source)
     if partition.startswith(file.PREFIX):
-        rules |= _of_file(config, partition) | {"examples_per_client": 0}
-    if partition == "classes" and config.client_classes:
-        rules["num_clients"] = len(classes.parse(config.client_classes))
+        rules |= _of_file(config, partition)
     num_clients = config.num_clients or rules["num_clients"]
     if config.early_stop:
         rules["summary"] = "best_validation"
@@ -133,6 +121,33 @@ def _partition(
         # A paper's users exist only in its own data; others may name owners.
         return "client_dirichlet" if source.client is None else "natural"
     return presets.values(config.preset, facts)["partition"]
+
+
+def _of_partition(
+    config: schema.Config, source: dataset.Dataset, partition: str, least: int
+) -> dict[str, Any]:
+    """The partition, and the options that its kind decides; `least` is of `_owners`."""
+    out: dict[str, Any] = {"partition": partition}
+    if partition == "natural":
+        out["num_clients"] = _owners(config, source, least)
+    elif partition == "classes" and config.client_classes:
+        out["num_clients"] = len(classes.parse(config.client_classes))
+    has_sizes = partition == "natural" or partition.startswith(file.PREFIX)
+    if has_sizes or partition in partitions.SIZED:
+        out["examples_per_client"] = 0
+    return out
+
+
+def _of_examples(config: schema.Config, source: dataset.Dataset) -> dict[str, Any]:
+    """The options that the kind of the examples decides."""
+    if source.is_text:
+        return _of_text(source)
+    if source.takes == "labelled tokens":
+        return {"normalization": "none", "augment": "none"}
+    is_own = config.dataset.startswith(own_files.NORMALIZED)
+    if is_own and source.image.dtype != np.uint8:
+        return {"normalization": "none"}
+    return {}
 
 
 def _test_split(
