@@ -7,7 +7,7 @@ import pathlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from data import files, labels, loaders, own_files, texts
@@ -183,28 +183,25 @@ class Table:
 
     def fill(self) -> Iterator[None]:
         """Runs missing cells after their teachers; yields after each and at the end."""
-        is_dry = self.asked.dry_run
         by_place = {cell.place: cell for cell in self.cells}
-        every = [*self.sheet["rows"].values(), *self.sheet.get("cells", {}).values()]
-        teachers = {one.get("options", {}).get("teacher") for one in every}
         in_turn = cells.teachers_first(self.cells, lambda *place: by_place[place])
         taken: list[float] = []
         read: list[str] = []  # the commits of the cells that are read, "" = unknown
         for number, cell in enumerate(in_turn, start=1):
-            folder, options = self.folder(cell), cell.options | self.seeds
-            teacher, taught = by_place.get(cell.teacher), {}
+            folder, teacher = self.folder(cell), by_place.get(cell.teacher)
+            options = cell.options | self.seeds
             if teacher is not None:
-                taught = {"teacher": str(self.folder(teacher) / MODEL)}
+                options |= {"teacher": str(self.folder(teacher) / MODEL)}
             whole = self._whole(cell, by_place), self._rules(cell, by_place)
             found = self.kept.get(folder.name, *whole)
             if found and not curves.has_wanted(found, self.sheet):
                 found = None  # of a table that needed other curves
             if found:
                 read.append(found.get("git_commit", "")[:8])
-            if found is None and is_dry:
-                found = stored(folder, options | taught)
+            if found is None and self.asked.dry_run:
+                found = stored(folder, options)
                 found = found and found | {"clients": clients(folder)}
-            is_new = found is None and not is_dry
+            is_new = found is None and not self.asked.dry_run
             if is_new:
                 place = progress.of_several(number, len(in_turn), taken)
                 begin = time.perf_counter()
@@ -213,25 +210,38 @@ class Table:
                 )
                 if teacher is not None:
                     self._write_model(teacher)
-                found = run(folder, options | taught | self.execution)
+                found = run(folder, options | self.execution)
                 taken.append(time.perf_counter() - begin)
                 found["clients"] = processes.on_first(lambda at=folder: clients(at))
                 if processes.is_first():
-                    records = curves.kept(found["records"], self.sheet)
-                    with ending.writing("cells", self.asked.cells):
-                        done = found | {"records": records}
-                        self.kept.put(folder.name, *whole, done)
-                    if self.asked.drop_checkpoints and cell.row not in teachers:
-                        _drop_last(folder / finished.CHECKPOINTS)
+                    self._keep(cell, whole, found)
             self.results[cell.place] = found
             if cell is in_turn[-1] and read and processes.is_first():
-                line = f"note: {len(read)} of {len(in_turn)} cells are of runs before, "
-                line += f"read from --cells={self.asked.cells}, at "
-                commits = sorted({*read} - {""}) + ["an unknown one"] * ("" in read)
-                line += f"commits {labels.listed(commits)}"
-                print(line, file=sys.stderr, flush=True)
+                self._say_read(read)
             if is_new or cell is in_turn[-1]:
                 yield
+
+    def _keep(
+        self, cell: cells.Cell, whole: tuple[Any, Any], found: dict[str, Any]
+    ) -> None:
+        """Stores a finished cell, and drops its checkpoint if nothing needs it."""
+        every = [*self.sheet["rows"].values(), *self.sheet.get("cells", {}).values()]
+        teachers = {one.get("options", {}).get("teacher") for one in every}
+        folder, records = self.folder(cell), curves.kept(found["records"], self.sheet)
+        with ending.writing("cells", self.asked.cells):
+            self.kept.put(folder.name, *whole, found | {"records": records})
+        if self.asked.drop_checkpoints and cell.row not in teachers:
+            _drop_last(folder / finished.CHECKPOINTS)
+
+    def _say_read(self, commits: Sequence[str]) -> None:
+        """A line about the cells of earlier runs, by their commits, "" = unknown."""
+        known = sorted({*commits} - {""}) + ["an unknown one"] * ("" in commits)
+        print(
+            f"note: {len(commits)} of {len(self.cells)} cells are of runs before, read "
+            f"from --cells={self.asked.cells}, at commits {labels.listed(known)}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _whole(self, cell: cells.Cell, by_place: Mapping[Any, Any]) -> dict[str, Any]:
         """The options of a cell's run, with those of its teacher's as `taught_by`."""
