@@ -401,14 +401,21 @@ def chain(
     stage_names = tuple(stage for stage, _ in trunks)
     model = types.Model(name, stage_names, init, forward, bool(exits))
     if exits:
-        last = max(map(stage_names.index, exits))
-        own = "exit"
-        while own in stage_names:
-            own += "_"
-        alone = [*trunks[: last + 1], (own, exits[stage_names[last]])]
+        alone = _with_last_exit(trunks, exits)
         one = chain(name, alone, stem=stem, is_drawn_once=is_drawn_once)
         model = model._replace(one_exit=one)
     return model if at_width is None else narrowing(model, at_width)
+
+
+def _with_last_exit(
+    trunks: Sequence[tuple[str, nn.Module]], exits: Mapping[str, nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """The trunks up to the last exit, and this as one more stage with a free name."""
+    names = [stage for stage, _ in trunks]
+    last, own = max(map(names.index, exits)), "exit"
+    while own in names:
+        own += "_"
+    return [*trunks[: last + 1], (own, exits[names[last]])]
 
 
 def narrowing(model: types.Model, at_width: Callable[..., types.Model]) -> types.Model:

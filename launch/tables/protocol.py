@@ -643,22 +643,8 @@ def study(
         known = names if isinstance(names, Mapping) else ()
         if odd := [name for name in known if not isinstance(name, str)]:
             raise ValueError(f"study: {what}: the name {odd[0]!r} is not a text")
-    if isinstance(methods, Mapping):
-        rows = {name: {"options": own} for name, own in methods.items()}
-    else:
-        if isinstance(methods, str) or not isinstance(methods, Iterable):
-            raise ValueError(f"study: expected a list of methods, got {methods!r}")
-        rows = {}
-        for one in methods:
-            is_tuned = isinstance(one, str) and one.endswith(FINE_TUNED)
-            algo = one.removesuffix(FINE_TUNED) if is_tuned else one
-            name = registry.algorithm_name(algo)
-            own = {} if name == algo or is_tuned else {"options": {"algo": algo}}
-            name += FINE_TUNED * is_tuned
-            if name in rows:
-                raise ValueError(f"study: two methods have the name {name}; name them")
-            rows[name] = own
-    given = {"rows": rows, "seeds": seeds, "tune_seeds": tune_seeds, "control": control}
+    given: dict[str, Any] = {"rows": _rows(methods), "control": control}
+    given |= {"seeds": seeds, "tune_seeds": tune_seeds}
     given |= {"common": {"options": options}, "metrics": metrics}
     if target is not None:
         given["target"] = target
@@ -669,6 +655,27 @@ def study(
     if settings:
         given["values"] = {name: {"options": v} for name, v in settings.items()}
     return Study(given, folder)
+
+
+def _rows(
+    methods: Sequence[Any] | Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """The rows of `study`, as its file has them; ValueError for two of one name."""
+    if isinstance(methods, Mapping):
+        return {name: {"options": own} for name, own in methods.items()}
+    if isinstance(methods, str) or not isinstance(methods, Iterable):
+        raise ValueError(f"study: expected a list of methods, got {methods!r}")
+    rows = {}
+    for one in methods:
+        is_tuned = isinstance(one, str) and one.endswith(FINE_TUNED)
+        algo = one.removesuffix(FINE_TUNED) if is_tuned else one
+        name = registry.algorithm_name(algo)
+        own = {} if name == algo or is_tuned else {"options": {"algo": algo}}
+        name += FINE_TUNED * is_tuned
+        if name in rows:
+            raise ValueError(f"study: two methods have the name {name}; name them")
+        rows[name] = own
+    return rows
 
 
 def read(path: pathlib.Path, folder: Any = "", data_dir: str = "") -> Study:
