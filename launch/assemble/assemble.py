@@ -25,7 +25,7 @@ from launch.assemble import (
     task_step,
 )
 from launch.assemble.given import Settings, sha256
-from launch.config import schema, sweep
+from launch.config import resolve, schema, sweep
 from launch.machine import devices, memory, processes, residence
 
 # The examples on devices, by what they hold and where, as long as a run has them
@@ -278,10 +278,10 @@ def _check_options(settings: Settings, algorithm: types.Algorithm) -> None:
             "training, which --eval_moments=after leaves out; take both, or "
             "--summary=last"
         )
-    if config.unseen_clients and algorithm.peers is not None:
+    if resolve.num_unseen(config) and algorithm.peers is not None:
         raise ValueError(
-            f"--unseen_clients={config.unseen_clients:g}: --algo={config.algo} has no "
-            "server that gives a newcomer a model; omit it"
+            f"{resolve.unseen(config)}: --algo={config.algo} has no server that gives "
+            "a newcomer a model; omit it"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from data import partitions
+from data import dataset, labels, partitions
 from data.partitions import cdkt
 from fedjax_pfl import levels, options, rng, types
 from launch.assemble import from_file, models_step, notes
@@ -101,7 +101,8 @@ def _check_test_rows(
         raise ValueError(
             f"--test_split={config.test_split} leaves no test row, as {cause}"
         )
-    needing = {"unseen_clients": 0, "fine_tune_epochs": 0, "eval_moments": "before"}
+    needing = {"unseen_clients": 0, "unseen_names": ""}
+    needing |= {"fine_tune_epochs": 0, "eval_moments": "before"}
     for flag, off in needing.items():
         given = getattr(config, flag)
         # A round tests what it trained on test rows alone.
@@ -166,10 +167,14 @@ def _with_validation(
 def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
     """bool[seeds, K]: the clients that never train, of those that could.
 
-    They are drawn by the partition's seed.
+    They are drawn by the partition's seed, or those of `--unseen_names`.
     """
     config, hparams = settings.config, settings.hparams
     candidates = np.flatnonzero(levels.eligible(hparams, config.num_clients))
+    if config.unseen_names:
+        out = np.zeros((len(seeds), config.num_clients), bool)
+        out[:, _named(settings, candidates)] = True
+        return out
     count = resolve.num_unseen(config)
     options.check_at_most(
         *("unseen_clients", count, len(candidates) - 1),
@@ -180,6 +185,30 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
         gen = rng.generator(seed, "data.unseen")
         line[gen.choice(candidates, count, replace=False)] = True
     return out
+
+
+def _named(settings: Settings, candidates: np.ndarray) -> list[int]:
+    """The clients of `--unseen_names`; ValueError for one that is no candidate."""
+    config, names = (
+        settings.config,
+        [str(k) for k in range(settings.config.num_clients)],
+    )
+    if config.partition == "natural":
+        names = list(dataset.owner_names(settings.source)[: config.num_clients])
+    wanted = resolve.unseen_names(config)
+    for one in wanted:
+        options.check_one_of("unseen_names", one, names)
+    found = [names.index(one) for one in wanted]
+    if odd := [names[k] for k in sorted({*found} - {*candidates.tolist()})]:
+        raise ValueError(
+            f"--unseen_names={config.unseen_names}: {labels.listed(odd)} would not "
+            "train anyway, as they do not hold the level; omit them"
+        )
+    options.check_at_most(
+        *("unseen_names", len(found), len(candidates) - 1),
+        "so that one of those that may train is left",
+    )
+    return found
 
 
 def _bytes(split: partitions.Split) -> bytes:

@@ -9,6 +9,7 @@ from data import participation, plan
 from fedjax_pfl import levels, options, shapes, types
 from launch.assemble.given import Settings
 from launch.assemble.models_step import Models
+from launch.config import resolve
 
 
 class Planned(NamedTuple):
@@ -43,7 +44,7 @@ def make(
         num_levels = levels.top(hparams)
         level_of, able = levels.assigned(hparams, config.num_clients)
         eligible &= True if able is None else able
-        if config.unseen_clients and hparams.is_nested and not callable(level_of):
+        if resolve.num_unseen(config) and hparams.is_nested and not callable(level_of):
             _check_levels(settings, num_levels, level_of, seeds, eligible)
     task = types.Task(
         server_model=found.server,
@@ -98,7 +99,7 @@ def _check_levels(
     teaches = option and not options.is_off(getattr(settings.hparams, option))
     for seed, may_train in zip(seeds, eligible, strict=True):
         has, reason = np.unique(level[may_train]), ""
-        given = f"--unseen_clients={settings.config.unseen_clients:g}: with seed {seed}"
+        given = f"{resolve.unseen(settings.config)}: with seed {seed}"
         if has[-1] < top:
             reason = (
                 f"level {top} are unseen, and no client trains its part; give fewer, "

@@ -18,7 +18,7 @@ TEXT_LIMIT = 4096
 # Control characters, line and paragraph separators, halves of surrogate pairs
 _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
 # Options that are lists in Python, JSON as text, and files if they are long
-_LISTS = ("availability", "client_speed")
+_LISTS = ("availability", "client_speed", "unseen_names")
 # Where in Python the objects belong that are given to these options
 _PLACES = {
     "partition": "; rows of clients are given by dataset={client: (x[rows], y[rows])}",

@@ -9,7 +9,7 @@ import numpy as np
 import models
 from data import dataset, loaders, own_files, partitions, texts
 from data.partitions import classes, file, held_out, pathological
-from fedjax_pfl import levels, options
+from fedjax_pfl import json_text, levels, options
 from launch.config import limits, presets, registry, schema, sweep
 
 
@@ -269,13 +269,45 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     return wanted or "fedavg_cnn"
 
 
+def unseen_names(config: schema.Config) -> list[str]:
+    """The clients of `--unseen_names`; ValueError if a list is none of names."""
+    given, names = config.unseen_names, []
+    if given.startswith("["):
+        try:
+            names = [str(one) for one in json_text.read(given, [str | int])]
+        except ValueError as error:
+            line = f"--unseen_names={given}: expected a list of names ({error})"
+            raise ValueError(line) from error
+    elif given:
+        names = [one.strip() for one in given.split(",")]
+    if len({*names}) < len(names) or "" in names:
+        raise ValueError(
+            f"--unseen_names={given}: expected different names, separated by commas"
+        )
+    return names
+
+
+def unseen(config: schema.Config) -> str:
+    """The option of clients that never train, as on a command line."""
+    if config.unseen_names:
+        return f"--unseen_names={config.unseen_names}"
+    return f"--unseen_clients={config.unseen_clients:g}"
+
+
 def num_unseen(config: schema.Config) -> int:
-    """The number of clients that never train, of `--unseen_clients`.
+    """The number of clients that never train.
 
     Raises:
         ValueError: it is neither a whole number nor a fraction, or no client is left.
     """
     given, most = config.unseen_clients, config.num_clients
+    if names := unseen_names(config):
+        if len(names) >= most:
+            raise ValueError(
+                f"{unseen(config)}: {len(names)} of --num_clients={most}; expected "
+                "fewer, as others must train"
+            )
+        return len(names)
     count = int(given * most + 1e-9) if given < 1 else int(given)
     if given >= 1 and given != count:
         raise ValueError(

@@ -304,6 +304,12 @@ class Data:
         minimum=0,
         excludes={"eval_sample": options.ON},
     )
+    unseen_names: str = option(
+        "",
+        "clients that never train, in place of --unseen_clients: owners' names, or "
+        "numbers of clients without owners, separated by commas, or a JSON list",
+        excludes={"unseen_clients": options.ON, "eval_sample": options.ON},
+    )
     test_split: str | None = option(
         None, "where test rows come from", choices=partitions.TEST_SPLITS
     )

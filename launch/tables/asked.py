@@ -10,7 +10,7 @@ from data import files
 from fedjax_pfl import json_text, metric_kinds
 from launch import compare
 from launch.assemble import custom
-from launch.config import algorithm_file, registry, schema
+from launch.config import algorithm_file, registry, resolve, schema
 from launch.experiment import Experiment
 from launch.run import summaries
 from launch.show import derived
@@ -171,7 +171,7 @@ class Asked:
         """
         validates, is_tuned = metric_kinds.VALIDATION, _EPOCHS in self.tune
         has_val = any(has for _, has in every)
-        has_unseen = any(one.unseen_clients for one, _ in every)
+        has_unseen = any(resolve.num_unseen(one) for one, _ in every)
         is_adapted = is_tuned or any(one.fine_tune_epochs for one, _ in every)
         for name in self.metrics:
             plain = name.removeprefix(validates)

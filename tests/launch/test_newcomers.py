@@ -341,6 +341,41 @@ def test_unseen_clients_never_train_and_depend_on_the_seed():
     assert planned(**NEW | {"unseen_clients": 0.35}).planner.num_clients == 10
 
 
+def test_unseen_clients_by_name(tmp_path, monkeypatch):
+    """Those of every seed, by owners or numbers, on a line or as a list."""
+    names = np.array(["uri", "bern", "zug, 1"])[np.arange(240) % 3]
+    given = {"dataset": (X, Y, names), "num_seeds": 2, "clients_per_round": 0}
+    run = ran(**given, unseen_names=["zug, 1"], workdir=str(tmp_path))
+    assert run.owners == ("bern", "uri", "zug, 1")
+    assert run.data.partition.is_unseen.tolist() == 2 * [[False, False, True]]
+    assert part(run).train.count[2] == 0 and "unseen_accuracy" in run.metrics[-1]
+    assert planned(**given, unseen_names='["zug, 1"]').hashes == run.hashes
+    again = build.load(str(tmp_path), rounds=3, dataset=given["dataset"])
+    assert again.config.unseen_names == run.config.unseen_names
+    every = planned(unseen_names="1, 3"), planned(unseen_names=[np.int64(3), 1])
+    for one in every:
+        assert np.flatnonzero(part(one).is_unseen).tolist() == [1, 3]
+    odd = {
+        "unseen_names=bern": "expected one of 0, 1, 2",
+        "unseen_names=1,1": "=1,1: expected different names",
+        "unseen_names=1,,2": "expected different names",
+        "unseen_names=0,1,2,3,4,5,6,7,8,9": "10 of --num_clients=10; expected fewer",
+        "unseen_names=[1.5]": "expected a list of names .its .0. is a number",
+        "unseen_names=1&unseen_clients=2": "does not go with --unseen_clients=2",
+        "unseen_names=1&algo=dfedavg": "no server that gives a newcomer a model",
+    }
+    for line, words in odd.items():
+        options = dict(pair.split("=") for pair in line.split("&"))
+        if "unseen_clients" in options:
+            options["unseen_clients"] = 2
+        with pytest.raises(ValueError, match=words):
+            planned(**options)
+    monkeypatch.setitem(models.MODELS, "with_exits", toy.with_exits)
+    few = {"algo": "depthfl", "level_mix": "1:1:1", "exclusive": True}
+    with pytest.raises(ValueError, match="=0: 0 would not train anyway"):
+        planned(**few, model="with_exits", unseen_names="0")
+
+
 def test_what_is_measured_of_them():
     """The means over the two kinds of clients, from the models that serve them."""
     experiment = ran(algo="fedper", personal_from="last", **NEW)

@@ -263,6 +263,8 @@ temperature notes self_distill_weight=on
 text_length only texts
 train_share only images
 unseen_clients excludes eval_sample=on
+unseen_names excludes eval_sample=on
+unseen_names excludes unseen_clients=on
 warm_rounds notes client_distill_weight=on
 """  # noqa: E501
 
