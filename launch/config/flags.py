@@ -197,7 +197,7 @@ def help_for(
         print(f"\n{group}:")
         for name in names:
             meta = options.metadata(known[name])
-            choices = "|".join(meta["choices"]) or kinds[name].__name__
+            choices = "|".join(filter(None, meta["choices"])) or kinds[name].__name__
             default = registry.default_text(algo, name, dataset, preset)
             about = meta["help"] or "a field of HParams"
             print(f"  --{name}=<{choices}>\n      {about}; {default}")
