@@ -247,6 +247,9 @@ GIVEN = {
         "frame": pandas.DataFrame(
             {"a": ROWS[:, 0], "species": ANSWERS, "site": OWNERS}
         ),
+        "pandas": pandas,
+        "train": pandas.DataFrame({"age": [40.0, None], "sex": ["f", "m"]}),
+        "test": pandas.DataFrame({"age": [None, 50.0], "sex": ["m", "m"]}),
     },
     "docs/studies.md": {},
 }
