@@ -23,6 +23,7 @@ MAX_SIDE = 4096
 # Folders over the others for train, official test and validation images, in this order
 PARTS = {"train": 0, "test": 1, "val": 2, "validation": 2}
 _KINDS = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels"}
+_KINDS |= {"annotation", "annotations", "original", "originals", "segmented"}
 # A folder that archives of a Mac contain
 _LEFT_OVER = "__MACOSX"
 _TRANSPARENT = ("LA", "La", "PA", "RGBA", "RGBa")

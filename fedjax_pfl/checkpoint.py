@@ -198,15 +198,24 @@ def save(
 
 def _remove_partial(folder: pathlib.Path) -> None:
     for left in folder.glob("partial_*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        _delete(left)
 
 
 def _remove(path: pathlib.Path) -> None:
     """Removes a checkpoint, of which a kill leaves all or one that is partial."""
     partial = path.with_name(f"partial_{path.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+    if partial.is_symlink() or partial.exists():
+        _delete(partial)
     path.rename(partial)
-    shutil.rmtree(partial)
+    _delete(partial)
+
+
+def _delete(path: pathlib.Path) -> None:
+    """Removes a folder with what is in it, or a file or link in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def send(state: Any) -> None:

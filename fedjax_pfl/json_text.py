@@ -1,6 +1,7 @@
 """Reads JSON that may be damaged or untrusted, and checks its form by kinds."""
 
 import json
+import sys
 import types
 import typing
 from typing import Any
@@ -63,6 +64,8 @@ def _odd(value: Any, kind: Any, place: str) -> str:
     if not isinstance(kind, dict):
         kinds = typing.get_args(kind) or (kind,)
         # A bool is an int to Python.
+        if type(value) is int and float in kinds and abs(value) > sys.float_info.max:
+            return f"{its} is a number that no float can hold"
         if object in kinds or type(value) in kinds:
             return ""
         # "a number" includes "an integer".

@@ -181,7 +181,8 @@ class RunFlags:
         """
         before, after = self.options | self.hashes, now.options | now.hashes
         names = (before.keys() | after.keys()) - schema.names(schema.EXECUTION)
-        names -= {"computed_by"}
+        # That of data is of the examples and of what is beside them.
+        names -= {"computed_by", "examples_sha256"}
         names -= {"computed_sha256"} if self.is_by_text(now) else {"own_sha256"}
         later = {"split_sha256", "names_sha256", "columns_sha256", "example_shape"}
         names -= later - before.keys()

@@ -47,12 +47,22 @@ CURVE = {
     str: json_text.NUMBER_OR_NULL,
 }
 RECORD = CURVE | {"seconds": _NUMBER}
-_ENTRY = {"mean": _NUMBER, "std": _NUMBER, "per_seed": [_NUMBER]}
+_ENTRY = {
+    "mean": _NUMBER,
+    "std": _NUMBER,
+    "per_seed": [_NUMBER],
+    "rounds?": [int],
+    "of_rounds?": int,
+    "seeds?": [int],
+    "of_seeds?": int,
+    "clients?": int,
+}
 PART = {
     "metrics": {"bytes_up": _ENTRY, "bytes_down": _ENTRY, str: _ENTRY},
     "diverged?": int | None,
     "last_round?": {str: _ENTRY},
     "numbers?": [str],
+    "undefined?": [str],
     "traffic?": {str: {"direction": str, "messages": _ENTRY, "bytes": _ENTRY}},
 }
 _FILES = (RUN_FLAGS, METRICS, CLIENTS)
@@ -70,6 +80,8 @@ _KINDS = {
     "padding_efficiency": _NUMBER,
     "step_efficiency?": _NUMBER,
     "device_balance?": _NUMBER,
+    "setup_bytes_down?": _NUMBER,
+    "num_devices?": int,
     "versions?": {str: str},
     "git_commit?": str,
     "finished?": str,

@@ -210,6 +210,7 @@ def _distinct(runs: Sequence[Record], names: list[str]) -> list[str]:
 
     def hashes_of(group: Sequence[Record], run: Record) -> list[str]:
         every = dict.fromkeys(name for other in group for name in other.hashes)
+        every.pop("examples_sha256", None)  # that of data is of them, too
         # Earlier versions wrote no shape.
         if not all("example_shape" in other.hashes for other in group):
             every.pop("example_shape", None)

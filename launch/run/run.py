@@ -173,6 +173,7 @@ class Run:
         """
         every = {
             "data_sha256": self.data_sha256,
+            "examples_sha256": self.examples_sha256,
             "split_sha256": self.split_sha256,
             "own_sha256": self.own_sha256,
             "computed_sha256": self.computed_sha256,

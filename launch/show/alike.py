@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launch.folder import finished
-from launch.folder.record import Record
+from launch.folder.record import Record, class_names
 from launch.run import summaries
 from launch.show import words
 
@@ -21,14 +21,16 @@ def data(run: Record) -> str:
 def unlike(runs: Named) -> dict[str, list[list[str]]]:
     """Groups of runs that agree, for each property in which not all runs agree.
 
-    Properties are data, seeds, clients' rows, rounds, a sample of the clients that were
-    measured, the positions of a text, summary rule, and how many rounds that chooses
-    from. Clients always differ with the seeds, and are then omitted.
+    Properties are data, names of classes, seeds, clients' rows, rounds, a sample of the
+    clients that were measured, the positions of a text, summary rule, and how many
+    rounds that chooses from. Clients always differ with the seeds, and then are
+    omitted.
     """
     names, records = [name for name, _ in runs], [run for _, run in runs]
     chooses = any(run.summary["summary"] in summaries.CHOSEN_BY for run in records)
     found: dict[str, list[Any]] = {
         "data": _grouped(records, data, "public_set", "init_from", "adjacency"),
+        "names of classes": _class_names(records),
         "seeds": [tuple(run.clients["seeds"].tolist()) for run in records],
         "clients": _grouped(
             records, _split, "availability", "client_speed", "public_set"
@@ -117,18 +119,32 @@ def _grouped(
     """A hash of each run, or that of the first run that may be the same.
 
     A hash has what the options `others` give too: of runs that differ in these it does
-    not tell whether the rest differs, which `build.compare` refuses.
+    not tell whether the rest differs. Then those of the examples do, if known, or else
+    the data set's name.
     """
     found: list[tuple[Record, str | None]] = []
     for run in runs:
         mine = digest(run)
         for other, theirs in found:
-            may_be = run.flags["dataset"] == other.flags["dataset"]
-            if may_be and any(run.flags.get(n) != other.flags.get(n) for n in others):
+            is_other = any(run.flags.get(n) != other.flags.get(n) for n in others)
+            if is_other and _may_have_equal_examples(run, other):
                 mine = theirs
                 break
         found.append((run, mine))
     return [mine for _, mine in found]
+
+
+def _may_have_equal_examples(one: Record, other: Record) -> bool:
+    mine, theirs = (run.hashes.get("examples_sha256") for run in (one, other))
+    if mine is None or theirs is None:  # an earlier version wrote no such hash
+        return one.flags["dataset"] == other.flags["dataset"]
+    return mine == theirs
+
+
+def _class_names(runs: Sequence[Record]) -> list[tuple[str, ...]]:
+    """The names of each run's classes, or those of another run if it has none."""
+    every = [class_names(run) for run in runs]
+    return [one or max(every) for one in every]
 
 
 def _sampled(run: Record) -> int:

@@ -202,7 +202,8 @@ def _metrics(entries: Entries) -> list[words.Metric]:
         or name.startswith(("global_", "client_"))
     } - _POOLED
     order = dict.fromkeys([*words.TITLES, *known])
-    classes = record.class_names(entries[0].run)
+    named = {record.class_names(one.run) for one in entries}
+    classes = named.pop() if len(named) == 1 else ()
     return [words.metric(name, known, classes) for name in order if name in shown]
 
 
