@@ -37,7 +37,7 @@ class HParams(averaging.Averaging):
         0.1,
         "pull of the personal model to the server's [lambda]",
         minimum=0,
-        zero_is="local but for messages and the server's model",
+        zero_is="local (--optimizer_state=reset) but for messages and a server's model",
     )
 
 

@@ -94,13 +94,9 @@ def _parts(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     parts is as one of parts with clients. Raises ValueError if parts and clients cannot
     be told apart.
     """
-    if given and all(map(_has_parts, given.values())):
-        held = {name for one in given.values() for name in one}
-        given = {
-            part: {name: one[part] for name, one in given.items() if part in one}
-            for part in SPLITS
-            if part in held
-        }
+    are_clients = not {*given} & {*SPLITS}
+    if are_clients and any("train" in _parts_of(one) for one in given.values()):
+        given = _by_part(given)
     has_columns = any(map(foreign.is_column, given.values()))
     names = list(map(str, given))
     if "train" not in given:
@@ -124,9 +120,26 @@ def _parts(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return given["train"], {"test": given.get("test"), "val": val}
 
 
-def _has_parts(one: Any) -> bool:
-    """Whether a client has train rows and others, each by its name."""
-    return isinstance(one, Mapping) and {"train"} <= {*one} <= {*SPLITS}
+def _parts_of(one: Any) -> Mapping[str, Any]:
+    """The parts of a client by name, {} if it has other things than parts."""
+    if not isinstance(one, Mapping) or not {*one} <= {*SPLITS}:
+        return {}
+    return {} if any(map(foreign.is_column, one.values())) else one
+
+
+def _by_part(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Makes {part: {client: rows}} of {client: {part: rows}}; None is no part."""
+    if odd := [str(name) for name, one in given.items() if not _parts_of(one)]:
+        raise ValueError(
+            f"dataset: {labels.listed(odd)}: other clients are dicts of parts "
+            f"({', '.join(SPLITS)}); give all of them such dicts"
+        )
+    out: dict[str, dict[str, Any]] = {}
+    for part in SPLITS:
+        rows = {name: one.get(part) for name, one in given.items()}
+        if rows := {name: one for name, one in rows.items() if one is not None}:
+            out[part] = rows
+    return out
 
 
 def _divided(rows: Rows) -> tuple[Rows, Rows | None, Rows | None]:

@@ -143,7 +143,7 @@ def _table(flag: str, given: str, text: str, num_rows: int, wanted: str) -> np.n
             found = f"{len(rows)} entries for {num_rows} clients"
             raise ValueError(f"{found}, or lists of unequal length")
         table = np.array(rows)
-        is_table = table.ndim == 2 and table.size and table.dtype.kind in "if"
+        is_table = table.ndim == 2 and table.size and table.dtype.kind in "bif"
         if not (is_table and np.isfinite(table).all()):
             raise ValueError("it has other values")
     except (OSError, ValueError) as error:

@@ -248,8 +248,10 @@ GIVEN = {
             {"a": ROWS[:, 0], "species": ANSWERS, "site": OWNERS}
         ),
         "pandas": pandas,
-        "train": pandas.DataFrame({"age": [40.0, None], "sex": ["f", "m"]}),
-        "test": pandas.DataFrame({"age": [None, 50.0], "sex": ["m", "m"]}),
+        "train": pandas.DataFrame(
+            {"age": [40.0, None], "dose": 1.0, "sex": ["f", "m"]}
+        ),
+        "test": pandas.DataFrame({"age": [None, 50.0], "dose": 2.0, "sex": ["m", "m"]}),
     },
     "docs/studies.md": {},
 }

@@ -79,6 +79,11 @@ def of_options(
             "--summary=best chooses the round by test rows, which makes results too "
             "good; take it only beside others' tables that do so, else best_validation"
         )
+    if config.choose_by and config.summary != "best_validation":
+        out.append(
+            f"--choose_by={config.choose_by} chooses no round with --summary="
+            f"{config.summary}; give --summary=best_validation for that"
+        )
     if config.masked_loss == "chosen" and is_own:
         out.append(
             "--masked_loss=chosen: a loss of a custom algorithm gets the positions as "
@@ -110,7 +115,7 @@ def _without_effect(
         if first.server is None:
             why = f"with --algo={config.algo}, where no server has a whole model"
             reasons["eval_train"] = why
-            if config.eval_moments == "after":
+            if config.eval_moments == "after" and not config.val_split:
                 left = "--eval_moments=after leaves out what serves clients"
                 reasons["eval_metrics"] = f"{why} and {left}"
         if not isinstance(hparams, levels.Levels):

@@ -41,9 +41,10 @@ def checked(name: str, value: Any, kind: type) -> Any:
         value = value.item()
     if kind is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if name in _LISTS and isinstance(value, (list, tuple, np.ndarray)):
-        with contextlib.suppress(TypeError, ValueError):  # other things in a list
-            value = json.dumps(value, default=lambda one: np.asarray(one).tolist())
+    is_list = isinstance(value, (list, tuple, range)) or hasattr(value, "tolist")
+    if name in _LISTS and is_list:
+        with contextlib.suppress(TypeError):  # other things in a list
+            value = json.dumps(_plain(value), default=_plain)
     is_int = isinstance(value, int) and not isinstance(value, bool)
     is_number = is_int or isinstance(value, float)
     if kind is str and is_number and abs(value) < FLOAT_LIMIT:
@@ -64,6 +65,15 @@ def checked(name: str, value: Any, kind: type) -> Any:
             sign = "at least -" if value < 0 else "at most "
             raise ValueError(f"--{name}={shown(value)}: expected {sign}{limit:.10g}")
     return kind(value)
+
+
+def _plain(value: Any) -> Any:
+    """An array, a series or a number of NumPy or JAX as lists and numbers of Python."""
+    value = list(value) if isinstance(value, range) else value
+    found = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(found, (list, tuple, int, float, str)):
+        raise TypeError(f"got a {type(found).__name__}")
+    return found
 
 
 def is_whole(value: Any) -> bool:

@@ -354,11 +354,14 @@ class Run:
     def _check_chooses(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Refuses (ValueError) to choose by what first records show to be undefined."""
         names = summaries.choosing(choose_by=self.config.choose_by)
-        if all(one.keys().isdisjoint(names) for one in records):
-            raise ValueError(
-                f"--choose_by={self.config.choose_by}: the validation rows have no "
-                f"{' or '.join(names)}; omit it, or give more validation rows"
-            )
+        if any(all(name in one for one in records) for name in names):
+            return
+        odd = [one["seed"] for one in records if one.keys().isdisjoint(names)]
+        seed = f" with seed {odd[0]}" if odd and len(self.seeds) > 1 else ""
+        raise ValueError(
+            f"--choose_by={self.config.choose_by}: the validation rows have no "
+            f"{' or '.join(names)}{seed}; omit it, or give more validation rows"
+        )
 
     def extend(self, rounds: int) -> Self:
         """Extends the run to a total of `rounds`, keeps its state, and returns itself.
@@ -497,8 +500,15 @@ class Run:
 
     @property
     def _choosing(self) -> tuple[str, ...]:
-        """The metrics by which the summary chooses a round."""
-        return summaries.choosing(self.config.summary, self.config.choose_by)
+        """The metrics by which the summary chooses a round.
+
+        With `--choose_by` it is the first that all variants have.
+        """
+        names = summaries.choosing(self.config.summary, self.config.choose_by)
+        if not self.config.choose_by or not self.metrics:
+            return names
+        first = self.metrics[: self.simulation.variants.count]
+        return tuple(n for n in names if all(n in one for one in first))[:1] or names
 
     def _best_of_each(self) -> list[int]:
         """Each variant's best round so far; the present one if none is chosen."""

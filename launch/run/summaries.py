@@ -151,7 +151,8 @@ def in_words(rule_name: str, window: Sequence[int], choose_by: str = "") -> str:
     if rule_name == "last":
         return rule_name
     if rule_name == BEST:
-        return " ".join(["round with the best validation", *choose_by.split("_")])
+        by = choose_by.replace("_", " ")
+        return f"round with the best validation {by}".rstrip()
     if rule_name == "best":
         return "best round on test rows"
     kind = "median" if rule_name.startswith("median") else "mean"

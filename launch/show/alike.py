@@ -42,7 +42,9 @@ def unlike(runs: Named) -> dict[str, list[list[str]]]:
             run.flags.get("eval_every") if chooses else None for run in records
         ],
         # In words it has the rounds.
-        "summary": [run.summary["summary"] for run in records],
+        "summary": [
+            (run.summary["summary"], run.summary.get("choose_by")) for run in records
+        ],
     }
     if len(set(found["rounds"])) == 1:
         found["summary"] = [words.summary_rule(run.summary) for run in records]

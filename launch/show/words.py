@@ -378,13 +378,14 @@ def chosen(parts: Sequence[Mapping[str, Any]], choose_by: str = "") -> str:
     every = [part["metrics"] for part in parts]
     known = [one for one, is_whole in zip(every, whole, strict=True) if is_whole]
     names = summaries.choosing(choose_by=choose_by)
-    shared = [name for name in names if all(name in one for one in known)]
-    if not shared or not known:
+    measured = [name for name in names if any(name in one for one in known)]
+    if not measured:
         return ""
-    how, nothing = metric(shared[0]), {"mean": np.nan}
-    means = [one.get(shared[0], nothing)["mean"] for one in every]
+    how, nothing = metric(measured[0]), {"mean": np.nan}
+    means = [one.get(measured[0], nothing)["mean"] for one in every]
     sign = 1 if how.better == "lower" else -1
-    best = int(np.argmin(np.where(whole, sign * np.array(means), np.inf)))
+    is_known = np.array(whole) & np.isfinite(means)
+    best = int(np.argmin(np.where(is_known, sign * np.array(means), np.inf)))
     value = f"{how.scale * means[best]:.{max(how.digits, 2)}f}"
     return f"best by validation rows: {labels[best]} ({how.title} {value})"
 

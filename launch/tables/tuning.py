@@ -118,7 +118,9 @@ def best(
         if x in _ends(tune[name]) and all(x == one.options[name] for one in others)
         if not is_whole
     )
-    by_options = {tuple(sorted(one.options.items())) for one in equal}
+    # Without fine-tuning its epochs make no difference.
+    names = [n for n in chosen.options if may_tune or n != "fine_tune_epochs"]
+    by_options = {tuple(one.options[name] for name in names) for one in equal}
     return chosen._replace(edges=ends, num_equal=len(by_options))
 
 

@@ -315,6 +315,14 @@ def test_parts_of_clients():
             np.testing.assert_array_equal(*pair)
     with pytest.raises(ValueError, match="dataset: val and dev: give one of them"):
         doors.opened(by_client | {"b": {"train": few, "val": few}})
+    with pytest.raises(ValueError, match="dataset: b: other clients are dicts of par"):
+        doors.opened(by_client | {"b": few})
+    _, tests, _ = doors.opened(by_client | {"b": {"train": few, "test": None}})
+    assert len(tests.arrays[0]) == 2
+    _, tests, _ = doors.opened(by_client | {"b": {"test": few}})
+    assert tests.arrays[2].tolist() == ["a", "a", "b", "b"]
+    rows, tests, _ = doors.opened({"train": {"train": one, "test": few}})
+    assert rows.arrays[2].tolist() == 12 * ["train"] + 2 * ["test"] and tests is None
 
 
 def test_a_column_of_the_split_beside_arrays():

@@ -99,6 +99,12 @@ def test_tuning():
     found = tuning.best(points, tune, False, "macro_f1")
     assert found.metric == "val_client_macro_f1" and found.num_equal == 2
     assert found.options == {"client_lr": 0.2} and found.edges == ()
+    epochs = [
+        (one | {"fine_tune_epochs": n}, part) for n in (1, 2) for one, part in points
+    ]
+    tune |= {"fine_tune_epochs": [1, 2]}
+    assert tuning.best(epochs, tune, False).num_equal == 1
+    assert tuning.best(epochs, tune, True).num_equal == 2
 
 
 def test_a_study(tmp_path):
@@ -138,3 +144,42 @@ def test_what_validation_rows_cannot_measure():
     with pytest.raises(ValueError, match="the validation rows have no val_client_auc"):
         run.run(progress=False)
     assert run.round == 0
+    names = summaries.choosing(choose_by="auc")
+    records = [{"seed": 3, names[0]: 0.5}, {"seed": 4}]
+    with pytest.raises(ValueError, match="or val_global_auc; omit it"):
+        run._check_chooses(records)
+    run._check_chooses([one | {names[1]: 0.5} for one in records])
+
+
+def test_points_without_a_value():
+    """They are not the best, and do not hide what the others have."""
+    part = {"val_client_loss": summaries.spread([0.5])}
+    parts = [
+        {"point": {"client_lr": 0.5}, "metrics": {}},
+        {"point": {"client_lr": 0.1}, "metrics": part},
+    ]
+    line = words.chosen(parts, "loss")
+    assert line == "best by validation rows: client_lr=0.1 (Val: Client, loss 0.500)"
+    assert words.chosen(parts[:1], "loss") == ""
+
+
+def test_a_choice_without_an_effect_is_said():
+    """No round is chosen, and the metrics that choose are not called useless."""
+    (line,) = (n for n in made(choose_by="loss").notes if "choose_by" in n)
+    assert line.startswith(
+        "--choose_by=loss chooses no round with --summary=last; give"
+    )
+    given = {"summary": "best_validation", "choose_by": "macro_f1"}
+    notes = "".join(made(**given, eval_moments="after").notes)
+    assert "choose_by" not in notes and "eval_metrics" not in notes
+
+
+def test_runs_that_choose_otherwise(tmp_path):
+    """A page says so, whatever else differs."""
+    for name, more in {"a": {"choose_by": "loss", "rounds": 3}, "b": {}}.items():
+        given = {"summary": "best_validation", "workdir": str(tmp_path / name)}
+        made(**given | more).run(progress=False)
+    text = page.page(page.read([tmp_path / "a", tmp_path / "b"]))
+    assert "the two differ in rounds, summary" in text
+    rules = "round with the best validation loss or round with the best validation."
+    assert f"Percent, {rules}" in text

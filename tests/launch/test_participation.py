@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -419,7 +420,7 @@ def test_refusals(given, words, tmp_path):
         assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("form", [list, np.array, json.dumps])
+@pytest.mark.parametrize("form", [list, np.array, jnp.array, json.dumps])
 def test_lists_are_as_in_files(form, tmp_path):
     """Of chances by round, and of speeds."""
     late = [[1, 1, 1]] * 5 + [[0, 0, 1]] * 3
@@ -428,11 +429,15 @@ def test_lists_are_as_in_files(form, tmp_path):
     for n in range(3):
         assert clients(given, n) == clients(of_file, n)
     assert {*clients(given, 0)} == {*range(5)} and len(clients(given, 2)) == 8
-    np.testing.assert_array_equal(given.planner._who.speed[0], SPEED)
+    np.testing.assert_allclose(given.planner._who.speed[0], SPEED, rtol=1e-6)
+    mask = made(availability=np.array(late, bool), clients_per_round=8)
+    assert clients(mask, 0) == clients(given, 0)
+    with pytest.raises(ValueError, match="--availability=<list>: expected str"):
+        made(availability=[1j] * 8)
     again = made(
         **{n: getattr(given.config, n) for n in ("availability", "client_speed")}
     )
-    assert again.config.availability == given.config.availability == json.dumps(late)
+    assert again.config.availability == given.config.availability
 
 
 def test_who_is_interrupted_does_not_finish():

@@ -251,7 +251,7 @@ def test_a_departure_is_in_the_name(tmp_path):
     [
         ("fedprox", "proximal_weight", "fedavg", ""),
         ("moon", "contrastive_weight", "fedavg", ""),
-        ("ditto", "proximal_weight", "local", " but for messages and"),
+        ("ditto", "proximal_weight", "local", " (--optimizer_state=reset) but for"),
     ],
 )
 def test_a_zero_that_makes_another_method_is_said(algo, option, other, rest):
