@@ -80,6 +80,10 @@ def read(path: pathlib.Path) -> Record:
         inside = path / "runs"
         more = f"; give folders in {inside}" if inside.is_dir() else ""
         raise ValueError(f"{path} holds no run that has measured anything{more}")
+    if "dataset" not in recorded.options:
+        raise ValueError(
+            f"{path / finished.RUN_FLAGS} names no --dataset; it is damaged"
+        )
     run = Record(path, recorded.options, records, {}, summary, hashes=recorded.hashes)
     if summary is None:
         # The checkpoint has the records of all rounds up to it.
@@ -110,12 +114,12 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     points = sweep.points(run.flags.get("sweep", ""))
     several = [len(points)] if points[0] else []
     needed = ("rounds", "seeds", "test_size")
-    others = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
-    tuned = [finished.FINE_TUNED + one for one in others[:2]]
-    others = (*others, *tuned, finished.BEST_ROUND, finished.UNSEEN)
+    optional = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
+    tuned = [finished.FINE_TUNED + one for one in optional[:2]]
+    optional = (*optional, *tuned, finished.BEST_ROUND, finished.UNSEEN)
     names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
     with files.named(str(path), joint=" "):
-        found = npz.read(path, needed, (*others, *names))
+        found = npz.read(path, needed, (*optional, *names))
         kind = measured(run._replace(clients=found))
         num_seeds, num_rounds = found["seeds"].size, found["rounds"].size
         num_clients = found["test_size"].size // max(num_seeds, 1)
@@ -130,12 +134,19 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
         if finished.CLASS_COUNTS in found:
             num_classes = found[finished.CLASS_COUNTS].shape[-1:]
             shapes[finished.CLASS_COUNTS] = [num_seeds, num_clients, *num_classes]
+        texts = {finished.CLASS_NAMES, finished.OWNER_NAMES} & found.keys()
+        others = {name: [found[name].size] for name in texts}
+        others[finished.UNSEEN] = [num_seeds, num_clients]
+        others[finished.BEST_ROUND] = [num_seeds, *several]
+        kinds = dict.fromkeys(shapes, "iuf") | dict.fromkeys(texts, "U")
+        kinds |= {finished.UNSEEN: "b", finished.BEST_ROUND: "iu"}
+        shapes |= {name: one for name, one in others.items() if name in found}
         arrays = {name: found.get(name, np.array(None)) for name in shapes}
         odd = [
             f"{name} of shape {shapes[name]}"
             for name, one in arrays.items()
             if [*one.shape] != shapes[name]
-            or one.dtype.kind not in "iuf"
+            or one.dtype.kind not in kinds[name]
             or not one.size
         ]
         if len(run.summary.get("sweep", ())) != sum(several):
