@@ -380,6 +380,26 @@ def test_a_hash_with_a_public_set_tells_nothing_of_the_data():
     pair = [one._replace(run=run) for one, run in zip(pair, runs, strict=True)]
     text = page_lib._answer(pair, words.metric("client_accuracy"), pair[0])
     assert "+40.0" in text and "another data set" not in text
+    for examples, is_other in (("xx", False), ("xy", True)):
+        for one, digest in zip(runs, examples, strict=True):
+            one.hashes["examples_sha256"] = digest
+        text = page_lib._answer(pair, words.metric("client_accuracy"), pair[0])
+        assert ("has another data set" in text) == is_other
+
+
+def test_classes_with_other_names():
+    """Are not named by those of one run, and the page says that they differ."""
+    pair = [entry(n, [[x, x]] * 2) for n, x in (("fedavg", 0.5), ("local", 0.4))]
+    names = np.array(["ant", "bee"]), np.array(["cow", "dog"])
+    for (one, found), is_known in (((names[0], names[0]), True), (names, False)):
+        both = [
+            each._replace(run=each.run._replace(clients=each.run.clients | more))
+            for each, more in zip(
+                pair, ({"class_names": one}, {"class_names": found}), strict=True
+            )
+        ]
+        differ = page_lib._unlike(both)
+        assert ("names of classes" in differ) != is_known
 
 
 def test_names_in_markdown():

@@ -570,13 +570,19 @@ def outside(folder):
     sealed(files_sha256=known | {"../../../etc/passwd": "0" * 64})(folder)
 
 
-def without_accuracies(folder):
+def with_arrays(**more):
     """A change by somebody who makes the hashes of all files right again."""
-    with np.load(folder / "clients.npz") as file:
-        held = {name: file[name] for name in file.files if name != "accuracy"}
-    np.savez(folder / "clients.npz", **held)
-    made = {k: v for k, v in summary(folder).items() if k != "sha256"}
-    (folder / "summary.json").write_text(json.dumps(finished_lib.seal(folder, made)))
+
+    def change(folder):
+        with np.load(folder / "clients.npz") as file:
+            held = {name: file[name] for name in file.files} | more
+        held = {name: one for name, one in held.items() if one is not None}
+        np.savez(folder / "clients.npz", **held)
+        made = {k: v for k, v in summary(folder).items() if k != "sha256"}
+        found = finished_lib.seal(folder, made)
+        (folder / "summary.json").write_text(json.dumps(found))
+
+    return change
 
 
 BYTES = {"mean": 1.0, "std": 0.0, "per_seed": [1.0]}
@@ -603,7 +609,13 @@ LINES = "5", '{"seed": 0}', "[" * 100_000, '{"round": "1", "seed": 0}', "{"
         ([sealed(versions=7)], ODD),
         ([sealed(numbers=5)], ODD),
         ([outside], "etc/passwd, which is not expected"),
-        ([without_accuracies], "clients.npz is damaged: it has no accuracy of shape"),
+        ([sealed(setup_bytes_down="x")], ODD),
+        ([sealed(num_devices="x")], ODD),
+        ([sealed(step_efficiency=10**400)], "is a number that no float can hold"),
+        ([sealed(metrics=NO_METRIC | {"bytes_up": BYTES | {"clients": "x"}})], ODD),
+        ([with_arrays(accuracy=None)], "damaged: it has no accuracy of shape"),
+        ([with_arrays(class_names=np.array("a"))], "it has no class_names of shape"),
+        ([with_arrays(unseen=np.zeros(3, bool))], "it has no unseen of shape"),
     ],
 )
 def test_folders_that_are_not_drawn(whole, capsys, changes, part):
