@@ -128,7 +128,10 @@ def _parts_of(one: Any) -> Mapping[str, Any]:
 
 
 def _by_part(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Makes {part: {client: rows}} of {client: {part: rows}}; None is no part."""
+    """Makes {part: {client: rows}} of {client: {part: rows}}; None is no part.
+
+    Raises ValueError for a client with other things than parts.
+    """
     if odd := [str(name) for name, one in given.items() if not _parts_of(one)]:
         raise ValueError(
             f"dataset: {labels.listed(odd)}: other clients are dicts of parts "

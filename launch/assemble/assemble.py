@@ -155,21 +155,19 @@ def _check_choosing(
     config: schema.Config, algorithm: types.Algorithm, partition: types.Partition
 ) -> None:
     """Refuses (ValueError) to choose by validation rows that measure nothing."""
-    chooses = config.choose_by or config.summary == "best_validation"
-    if not chooses or can_choose(algorithm, partition):
+    flag = resolve.chooser(config)
+    if not flag or can_choose(algorithm, partition):
         return
-    given = (name for name in ("early_stop", "choose_by") if getattr(config, name))
-    name = next(given, "summary")
     if not partition.has_val or not (partition.val.row >= 0).any():
         raise ValueError(
-            f"--{name}={getattr(config, name)}: no validation row is left, as all are "
-            f"of owners that are not among the --num_clients={config.num_clients} "
-            "clients; give rows of these, or --val_split=0.2 in their place"
+            f"{flag}: no validation row is left, as all are of owners that are not "
+            f"among the --num_clients={config.num_clients} clients; give rows of these, "
+            "or --val_split=0.2 in their place"
         )
     raise ValueError(
-        f"--{name}={getattr(config, name)}: --algo={config.algo} has no server's model "
-        "to measure on validation rows without owners; give their owners with "
-        "--partition=natural, or --val_split=0.2 in their place"
+        f"{flag}: --algo={config.algo} has no server's model to measure on validation "
+        "rows without owners; give their owners with --partition=natural, or "
+        "--val_split=0.2 in their place"
     )
 
 

@@ -189,10 +189,8 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
 
 def _named(settings: Settings, candidates: np.ndarray) -> list[int]:
     """The clients of `--unseen_names`; ValueError for one that is no candidate."""
-    config, names = (
-        settings.config,
-        [str(k) for k in range(settings.config.num_clients)],
-    )
+    config = settings.config
+    names = list(map(str, range(config.num_clients)))
     if config.partition == "natural":
         names = list(dataset.owner_names(settings.source)[: config.num_clients])
     wanted = resolve.unseen_names(config)

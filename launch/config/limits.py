@@ -17,7 +17,7 @@ FLOAT_LIMIT = float(np.finfo(np.float32).max)
 TEXT_LIMIT = 4096
 # Control characters, line and paragraph separators, halves of surrogate pairs
 _UNWRITABLE = ("Cc", "Zl", "Zp", "Cs")
-# Options that are lists in Python, JSON as text, and files if they are long
+# Options that are lists in Python and JSON as text, the first two also in files
 _LISTS = ("availability", "client_speed", "unseen_names")
 # Where in Python the objects belong that are given to these options
 _PLACES = {
@@ -91,7 +91,7 @@ def check_text(name: str, value: str) -> None:
     wrong = ""
     if len(value) > TEXT_LIMIT:
         wrong = f"has {len(value)} characters, at most {TEXT_LIMIT} fit"
-        wrong += "; give file:PATH of such a list" if name in _LISTS else ""
+        wrong += "; give file:PATH of such a list" if name in _LISTS[:2] else ""
     elif odd:
         wrong = f"holds {odd[0]!r}, which a flagfile cannot hold; omit it"
     elif value != value.strip():

@@ -269,6 +269,14 @@ def _model(name: str, source: dataset.Dataset, wanted: str | None) -> str:
     return wanted or "fedavg_cnn"
 
 
+def chooser(config: schema.Config) -> str:
+    """The option that chooses by validation rows, as on a command line; "" = none."""
+    is_best = config.summary == "best_validation"
+    asked = {"early_stop": config.early_stop, "choose_by": config.choose_by}
+    asked["summary"] = config.summary if is_best else ""
+    return next((f"--{name}={value}" for name, value in asked.items() if value), "")
+
+
 def unseen_names(config: schema.Config) -> list[str]:
     """The clients of `--unseen_names`; ValueError if a list is none of names."""
     given, names = config.unseen_names, []
@@ -355,13 +363,10 @@ def check(config: schema.Config, own: Collection[str] = (), num_val: int = 0) ->
             f"--val_split={config.val_split:g}: the data bring {num_val} validation "
             "rows of their own; omit it"
         )
-    chooses = config.choose_by or config.summary == "best_validation"
-    if (chooses or config.early_stop) and not (config.val_split or num_val):
-        given = (name for name in ("early_stop", "choose_by") if getattr(config, name))
-        name = next(given, "summary")
+    if (flag := chooser(config)) and not (config.val_split or num_val):
         raise ValueError(
-            f"--{name}={getattr(config, name)} needs validation rows; give "
-            "--val_split=0.2, or your own (docs/data.md#your-own-split)"
+            f"{flag} needs validation rows; give --val_split=0.2, or your own "
+            "(docs/data.md#your-own-split)"
         )
     if config.early_stop and config.summary != "best_validation":
         raise ValueError(

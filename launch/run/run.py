@@ -504,8 +504,9 @@ class Run:
 
         With `--choose_by` it is the first that all variants have.
         """
-        names = summaries.choosing(self.config.summary, self.config.choose_by)
-        if not self.config.choose_by or not self.metrics:
+        rule, choose_by = self.config.summary, self.config.choose_by
+        names = summaries.choosing(rule, choose_by)
+        if not choose_by or rule != summaries.BEST or not self.metrics:
             return names
         first = self.metrics[: self.simulation.variants.count]
         return tuple(n for n in names if all(n in one for one in first))[:1] or names
