@@ -204,7 +204,7 @@ def _remove_partial(folder: pathlib.Path) -> None:
 def _remove(path: pathlib.Path) -> None:
     """Removes a checkpoint, of which a kill leaves all or one that is partial."""
     partial = path.with_name(f"partial_{path.name}")
-    if partial.is_symlink() or partial.exists():
+    with contextlib.suppress(OSError):  # it is not there, or is being written
         _delete(partial)
     path.rename(partial)
     _delete(partial)

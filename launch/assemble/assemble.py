@@ -161,8 +161,8 @@ def _check_choosing(
     if not partition.has_val or not (partition.val.row >= 0).any():
         raise ValueError(
             f"{flag}: no validation row is left, as all are of owners that are not "
-            f"among the --num_clients={config.num_clients} clients; give rows of these, "
-            "or --val_split=0.2 in their place"
+            f"among the --num_clients={config.num_clients} clients; give rows of "
+            "these, or --val_split=0.2 in their place"
         )
     raise ValueError(
         f"{flag}: --algo={config.algo} has no server's model to measure on validation "
