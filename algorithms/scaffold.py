@@ -42,7 +42,7 @@ class HParams(averaging.Averaging):
     client_lr: float = fp.option(0.05, "learning rate of the clients [eta_l]", above=0)
     server_lr: float = fp.option(1.0, "step of the server's model [eta_g]", minimum=0)
     aggregation: str = fp.option(
-        "uniform", "weights of the server's means", choices=("examples", "uniform")
+        "uniform", "weights of the server's mean", choices=("examples", "uniform")
     )
 
 

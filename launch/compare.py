@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as html_lib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -398,16 +399,21 @@ def _without_effect(
 def _meanings(
     runs: Mapping[str, Mapping[str, Any]], shared: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Lines about shared options that have another meaning in some of the rows."""
-    found: dict[str, dict[str, list[str]]] = {}
+    """Lines about shared options that have another meaning in some of the rows.
+
+    A paper's symbol alone, in brackets, makes no other meaning.
+    """
+    found: dict[str, dict[str, tuple[str, list[str]]]] = {}
     for name, own in runs.items():
         fields = registry.fields_of(own["algo"])
         for option in shared[name].keys() & fields.keys():
             about = fields[option].metadata.get("help", "")
-            found.setdefault(option, {}).setdefault(about, []).append(name)
+            meaning = re.sub(r" *\[[^]]*\]", "", about)
+            _, rows = found.setdefault(option, {}).setdefault(meaning, (about, []))
+            rows.append(name)
     return [
         f"{option} has several meanings: "
-        + "; ".join(f"{', '.join(rows)}: {about}" for about, rows in meanings.items())
+        + "; ".join(f"{', '.join(rows)}: {about}" for about, rows in meanings.values())
         for option, meanings in sorted(found.items())
         if len(meanings) > 1
     ]

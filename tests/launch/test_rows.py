@@ -166,6 +166,10 @@ def test_one_name_with_two_meanings_is_said():
     assert "[mu]" in line and "[lambda]" in line
     both = build.compare(["fedprox", "fedavg"], **BASE, client_lr=0.5, run=False)
     assert both.notes == ()
+    names = ["fedavg", "scaffold", "cdkt"]  # two of them have a symbol in brackets
+    given = BASE | {"client_lr": 0.5, "proxy_fraction": 0.1}
+    every = build.compare(names, **given, run=False)
+    assert "meanings" not in "".join(every.notes)
 
 
 def test_equal_parameters_are_said(undrawn, tmp_path):
