@@ -171,8 +171,8 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
     """
     config, hparams = settings.config, settings.hparams
     candidates = np.flatnonzero(levels.eligible(hparams, config.num_clients))
+    out = np.zeros((len(seeds), config.num_clients), bool)
     if config.unseen_names:
-        out = np.zeros((len(seeds), config.num_clients), bool)
         out[:, _named(settings, candidates)] = True
         return out
     count = resolve.num_unseen(config)
@@ -180,7 +180,6 @@ def _unseen(settings: Settings, seeds: Sequence[int]) -> np.ndarray:
         *("unseen_clients", count, len(candidates) - 1),
         "so that one of those that may train is left",
     )
-    out = np.zeros((len(seeds), config.num_clients), bool)
     for line, seed in zip(out, seeds, strict=True):
         gen = rng.generator(seed, "data.unseen")
         line[gen.choice(candidates, count, replace=False)] = True
@@ -194,9 +193,10 @@ def _named(settings: Settings, candidates: np.ndarray) -> list[int]:
     if config.partition == "natural":
         names = list(dataset.owner_names(settings.source)[: config.num_clients])
     wanted = resolve.unseen_names(config)
+    number = {name: k for k, name in enumerate(names)}
     for one in wanted:
-        options.check_one_of("unseen_names", one, names)
-    found = [names.index(one) for one in wanted]
+        options.check_one_of("unseen_names", one, number)
+    found = [number[one] for one in wanted]
     if odd := [names[k] for k in sorted({*found} - {*candidates.tolist()})]:
         raise ValueError(
             f"--unseen_names={config.unseen_names}: {labels.listed(odd)} would not "

@@ -1,7 +1,7 @@
 """Reads a run's folder: flags, records, arrays and summary."""
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,6 +254,12 @@ def is_text(run: Record) -> bool:
 def class_names(run: Record) -> tuple[str, ...]:
     """Returns the names of a finished run's classes, () if they are numbers."""
     return tuple(map(str, run.clients.get(finished.CLASS_NAMES, ())))
+
+
+def shared_class_names(runs: Iterable[Record]) -> tuple[str, ...]:
+    """Returns the names of the classes of all runs, () if runs differ in them."""
+    every = set(map(class_names, runs))
+    return every.pop() if len(every) == 1 else ()
 
 
 def measured(run: Record) -> str:

@@ -354,7 +354,7 @@ class Run:
     def _check_chooses(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Refuses (ValueError) to choose by what first records show to be undefined."""
         names = summaries.choosing(choose_by=self.config.choose_by)
-        if any(all(name in one for one in records) for name in names):
+        if summaries.of_every(names, records):
             return
         odd = [one["seed"] for one in records if one.keys().isdisjoint(names)]
         seed = f" with seed {odd[0]}" if odd and len(self.seeds) > 1 else ""
@@ -509,7 +509,7 @@ class Run:
         if not choose_by or rule != summaries.BEST or not self.metrics:
             return names
         first = self.metrics[: self.simulation.variants.count]
-        return tuple(n for n in names if all(n in one for one in first))[:1] or names
+        return summaries.of_every(names, first)[:1] or names
 
     def _best_of_each(self) -> list[int]:
         """Each variant's best round so far; the present one if none is chosen."""

@@ -99,6 +99,13 @@ def choosing(rule_name: str = BEST, choose_by: str = "") -> tuple[str, ...]:
     return CHOSEN_BY[rule_name]
 
 
+def of_every(
+    names: Sequence[str], records: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    """Those of the metrics that all records have."""
+    return tuple(name for name in names if all(name in one for one in records))
+
+
 class Best:
     """The best round of one variant, of records that come one after another.
 

@@ -367,9 +367,8 @@ def bubbles(runs: Runs, names: Sequence[str], inches: float = 0.0) -> Figure:
     largest = max(int(counts.max()) for *_, counts in shown)
     across = panels[0].get_position().width * figure.get_figwidth()
     scale = 160 / largest * min(1, across / 2.8)
-    every = {record.class_names(run) for run, *_ in shown}
     # Panels share their axes.
-    classes = next(iter(every)) if len(every) == 1 else ()
+    classes = record.shared_class_names(run for run, *_ in shown)
     for axes, (run, name, counts) in zip(panels, shown, strict=True):
         draw_bubbles(axes, counts, scale, classes)
         alphas = {other.flags.get("partition_alpha") for other, *_ in shown}

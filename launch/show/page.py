@@ -202,8 +202,7 @@ def _metrics(entries: Entries) -> list[words.Metric]:
         or name.startswith(("global_", "client_"))
     } - _POOLED
     order = dict.fromkeys([*words.TITLES, *known])
-    named = {record.class_names(one.run) for one in entries}
-    classes = named.pop() if len(named) == 1 else ()
+    classes = record.shared_class_names(one.run for one in entries)
     return [words.metric(name, known, classes) for name in order if name in shown]
 
 
