@@ -92,22 +92,22 @@ class Evaluations:
         out, (shared, blocks) = [], found
         of_rounds = call.of_rounds(totals, self.program.algorithm)
         for slot, (_, seed) in enumerate(call.pairs):
-            values, accuracies, place = {}, [], call.seeds.index(seed)
+            values, of_clients, place = {}, [], call.seeds.index(seed)
             for prefix, partition in call.partition.measured().items():
                 mine = [
-                    (ids[place % len(ids)], stacked.at(of_clients, slot))
-                    for ids, of_clients in blocks[prefix]
+                    (ids[place % len(ids)], stacked.at(measured, slot))
+                    for ids, measured in blocks[prefix]
                 ]
                 given = stacked.at(shared[prefix], slot), mine
                 one, own = self._measured(partition, place, *given)
                 values |= metric_kinds.prefixed(prefix, one) if prefix else one
-                accuracies.append(own)
+                of_clients.append(own)
             if both := values.keys() & of_rounds[slot].keys():
                 raise ValueError(
                     f"algo: its round returned the metric {min(both)}, which is what "
                     "an evaluation gave; give it another name"
                 )
-            out.append((values | of_rounds[slot], accuracies[0]))
+            out.append((values | of_rounds[slot], of_clients[0]))
         return out
 
     def _measured(
@@ -128,7 +128,7 @@ class Evaluations:
         has_trained = self.program.algorithm.trained is not None
         counts = evaluate.joined(shared, blocks, len(count), has_trained)
         counts["are_sampled"] = self.program.scoring.num_sampled > 0
-        values, accuracies = _split_metrics(score, counts, count, union, unseen)
+        values, of_clients = _split_metrics(score, counts, count, union, unseen)
         adapted = [(ids, one["adapted"]) for ids, one in blocks if "adapted" in one]
         if adapted:
             counts = evaluate.joined({"serving": ()}, adapted, len(count))
@@ -138,10 +138,11 @@ class Evaluations:
             has_diverged = _have_diverged(counts)
             if has_diverged.any():
                 values["fine_tuned_diverged"] = int(has_diverged.sum())
-            if accuracies is not None and tuned is not None:
-                tuned = np.where(has_diverged, np.nan, tuned)
-                accuracies = np.stack([accuracies, tuned])
-        return values, accuracies
+            of_clients |= {
+                metric_kinds.FINE_TUNED + name: np.where(has_diverged, np.nan, one)
+                for name, one in tuned.items()
+            }
+        return values, of_clients
 
     def first_args(self, name: str, call: Call) -> tuple[Any, ...]:
         """Arguments of one of the programs for the first block of a call."""
@@ -241,17 +242,20 @@ def _split_metrics(
     if "scored" in counts:
         is_unseen = np.append(unseen, False)[counts["scored"]]
         seen["scored"] = np.where(is_unseen, len(count), counts["scored"])
-    values, accuracies = score.metrics(seen, count, union)
+    values, of_clients = score.metrics(seen, count, union)
     newcomers = {n: x for n, x in only(unseen).items() if n != "trained"}
     found, others = score.metrics(newcomers, count, 0)
     names = [name for name in _MEANS if f"client_{name}" in found]
     values |= {f"unseen_{name}": found[f"client_{name}"] for name in names}
     if names and (count_of := found[metric_kinds.EVALUATED]) < unseen.sum():
         values |= {f"{metric_kinds.CLIENTS_IN}unseen_{n}": count_of for n in names}
-    if others is not None:
-        seen_ones = np.full(len(count), np.nan) if accuracies is None else accuracies
-        accuracies = np.where(unseen, others, seen_ones)
-    return values, accuracies
+    nowhere = np.full(len(count), np.nan)
+    return values, {
+        name: np.where(
+            unseen, *(one.get(name, nowhere) for one in (others, of_clients))
+        )
+        for name in of_clients | others
+    }
 
 
 def _fine_tuned(found: Mapping[str, float]) -> dict[str, float]:

@@ -21,6 +21,9 @@ ECE_BINS = 15  # as in Guo et al., "On Calibration of Modern Neural Networks", I
 # Names of functions that would be confused with metrics that every run has
 _TAKEN = (
     r"(accuracy|loss|perplexity|masked_perplexity)(_std|_pooled)?|class\d+_accuracy"
+    # Values of single clients are kept under a measure's name, beside these.
+    r"|(every|fine_tuned)_\w+|rounds?|seeds?|client|owner|unseen|best_round|test_size"
+    r"|class_counts|class_names|owner_names"
 )
 
 
@@ -299,9 +302,14 @@ def custom_names(measures: Sequence[Measure]) -> set[str]:
     return {form.format(name) for name in names for form in forms}
 
 
+def of_single(measures: Sequence[Measure]) -> tuple[str, ...]:
+    """The names of those that have a value of each single client."""
+    return tuple(one.name for one in measures if one.is_mean)
+
+
 def metrics(
     measures: Sequence[Measure], found: dict[str, Any], known: np.ndarray
-) -> dict[str, float]:
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """The values of measures by name, without those that are not defined.
 
     Args:
@@ -310,11 +318,13 @@ def metrics(
         known: bool[K], the clients that were measured and have test rows.
 
     Returns:
-        `global_<name>`; `client_<name>_pooled` of the sums over clients; and
+        (`global_<name>`; `client_<name>_pooled` of the sums over clients; and
         `client_<name>`, the mean over the clients in which it is defined, with the
-        number of these as `clients_in_client_<name>` unless they are all clients.
+        number of these as `clients_in_client_<name>` unless they are all clients; the
+        values f64[K] behind these means by `of_single`, nan where not defined).
     """
     out: dict[str, float] = {}
+    of_each: dict[str, np.ndarray] = {}
     as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), found)
     for number, measure in enumerate(measures):
         if "server" in as_numpy:
@@ -334,15 +344,18 @@ def metrics(
         if not measure.is_mean:
             continue
         for name, values in _of_each(measure, own).items():
+            of_each[name] = np.full(len(known), np.nan)
+            of_each[name][known] = values
             is_defined = ~np.isnan(values)
             out[f"client_{name}"] = _mean_of(values, is_defined)
             if 0 < is_defined.sum() < len(values):
                 out[f"{metric_kinds.CLIENTS_IN}client_{name}"] = int(is_defined.sum())
-    return {
+    finite = {
         name: value if isinstance(value, int) else float(value)
         for name, value in out.items()
         if np.isfinite(value)
     }
+    return finite, of_each
 
 
 def _of_each(measure: Measure, sums: Any) -> dict[str, np.ndarray]:

@@ -18,8 +18,10 @@ class Kind(enum.Enum):
     PERPLEXITY = enum.auto()
 
 
-# Before the metrics on validation rows
-VALIDATION = "val_"
+# Before the metrics on validation rows, and before those after fine-tuning
+VALIDATION, FINE_TUNED = "val_", "fine_tuned_"
+# What a run measures of every single client: the first of labels, the other of texts
+ACCURACY, PERPLEXITY = "accuracy", "perplexity"
 # Before a metric's name: the number of clients in its mean, if not all
 CLIENTS_IN = "clients_in_"
 # In a record: the clients in the other means over clients, if not all

@@ -18,7 +18,8 @@ import numpy as np
 from fedjax_pfl import losses, metric_kinds, types
 from fedjax_pfl import measures as measures_lib
 
-Metrics = tuple[dict[str, float], np.ndarray | None]
+# Metrics by name, and values of single clients f64[K] by name, such as accuracy
+Metrics = tuple[dict[str, float], dict[str, np.ndarray]]
 
 
 class Answers(NamedTuple):
@@ -61,6 +62,8 @@ class Classes:
 
     measures: tuple[measures_lib.Measure, ...] = ()
     own_rows: int = 0
+
+    of_client: ClassVar[str] = metric_kinds.ACCURACY
 
     @property
     def without_measures(self) -> "Classes":
@@ -140,13 +143,13 @@ class Classes:
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
     ) -> Metrics:
-        """The metrics of one variant by name, and the accuracies of each client f64[K].
+        """The metrics of one variant by name, and values of each client f64[K].
 
         `counts` come from `evaluate.joined`. `test_count` int[K] are the test rows of
         each client, and `union` is U, the rows in the union of all test rows.
         Accuracies are fractions 0..1. A metric is absent where there is no model or no
-        row for it, or where its value is not finite. The accuracies of clients are nan
-        without own test rows.
+        row for it, or where its value is not finite. The clients' values are their
+        `accuracy` and measures, nan without own test rows, and {} if no client has any.
         """
         out = _of_models(counts, union) if union else {}
         if "train" in counts:
@@ -174,12 +177,14 @@ class Classes:
             out |= _covered(tested, out)
         if "scored" in counts:
             out |= _of_scored(counts, own, test_count, union)
+        of_each = {self.of_client: accuracy} if tested.any() else {}
         if self.measures:
             found = {"own": sums.get("measured")}
             if "measured" in counts:
                 found["server"] = counts["measured"]
-            out |= measures_lib.metrics(self.measures, found, tested)
-        return _finite(out), accuracy if tested.any() else None
+            values, more = measures_lib.metrics(self.measures, found, tested)
+            out, of_each = out | values, of_each | more
+        return _finite(out), of_each
 
 
 def _covered(tested: np.ndarray, found: Iterable[str]) -> dict[str, int]:
@@ -250,6 +255,7 @@ class Words:
 
     positions: str = "all"
 
+    of_client: ClassVar[str] = metric_kinds.PERPLEXITY
     measures: ClassVar[tuple[measures_lib.Measure, ...]] = ()
 
     @property
@@ -287,7 +293,7 @@ class Words:
     def metrics(
         self, counts: dict[str, Any], test_count: np.ndarray, union: int
     ) -> Metrics:
-        """Like `Classes.metrics`, with perplexities of clients.
+        """Like `Classes.metrics`, with the `perplexity` of clients.
 
         With the positions `chosen` these are the masked ones. They are nan without own
         test rows, or without a position to guess.
@@ -310,7 +316,7 @@ class Words:
         tested[tested] = own[tested, 1] > 0
         of_client = np.full(len(tested), np.nan)
         if not tested.any():
-            return _finite(out), None
+            return _finite(out), {}
         of_client[tested] = _perplexity(own[tested].T)
         worst = np.sort(of_client[tested])[-max(1, int(tested.sum()) // 10) :]
         total = sums[tested].sum(0)
@@ -324,7 +330,7 @@ class Words:
             trained = counts["trained"].astype(np.float64)[tested, first:]
             out[f"trained_{kind}"] = float(np.mean(_perplexity(trained.T)))
         out |= _covered(tested, out)
-        return _finite(out), of_client
+        return _finite(out), {self.of_client: of_client}
 
 
 def _of_text_models(

@@ -328,12 +328,12 @@ class Simulation:
             self._window = None
         self._fit_program()
 
-    def evaluate(self) -> list[tuple[dict[str, float], np.ndarray | None]]:
-        """The metrics of the present state, one (metrics, accuracies) pair per variant.
+    def evaluate(self) -> list[tuple[dict[str, float], dict[str, np.ndarray]]]:
+        """The metrics of the present state, and values of clients, for each variant.
 
         Metrics are fractions 0..1 by name with the last round's metrics and the bytes
-        so far. Accuracies are those of clients, f64[K], with fine-tuned ones f64[2, K],
-        or None without own test rows.
+        so far. Values of clients are f64[K] by name: `accuracy` or, of texts,
+        `perplexity`, these as `fine_tuned_...`, and measures; {} without own test rows.
         """
         self.start()
         self._fit_program()

@@ -101,7 +101,7 @@ class Comparison(Mapping):
         return frames.of(rows)
 
     def client_metrics(self) -> pandas.DataFrame:
-        """Clients' own accuracies, see `Experiment.client_metrics`; `algo` is first."""
+        """Clients' own values, see `Experiment.client_metrics`; `algo` is first."""
         import pandas
 
         parts = {name: one.client_metrics() for name, one in self.items()}

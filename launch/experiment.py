@@ -260,7 +260,7 @@ class Experiment(Run):
         return frames.of(self.metrics)
 
     def client_metrics(self) -> pandas.DataFrame:
-        """Clients' own accuracies: a line for each round, seed, point and client.
+        """Clients' own accuracies and `eval_metrics`, for each round, seed and point.
 
         The rounds are those of the summary, without a line before the first of them, or
         with `client_metrics="every"` all that were evaluated. A text has perplexities.

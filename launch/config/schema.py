@@ -424,8 +424,8 @@ class Evaluation:
     )
     client_metrics: str = option(
         "summary",
-        "evaluations of which each client's accuracy is kept (clients.npz): those of "
-        "--summary, or every one",
+        "evaluations of which each client's accuracy and --eval_metrics are kept "
+        "(clients.npz): those of --summary, or every one",
         choices=("summary", "every"),
         label="never",
     )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from data import files
-from fedjax_pfl import json_text
+from fedjax_pfl import json_text, metric_kinds
 from launch.config import flagfile
 from launch.machine import devices
 from launch.run.run import Run
@@ -30,8 +30,9 @@ SUMMARY, PARTIAL = "summary.json", ".partial"
 CHECKPOINTS = "checkpoints"
 BEST = "best"  # in it, the checkpoints of best rounds
 # Arrays of `CLIENTS`: one of the first two, and the third except for a text
-ACCURACY, PERPLEXITY, CLASS_COUNTS = "accuracy", "perplexity", "class_counts"
-FINE_TUNED = "fine_tuned_"  # before the first two
+ACCURACY, PERPLEXITY = metric_kinds.ACCURACY, metric_kinds.PERPLEXITY
+CLASS_COUNTS = "class_counts"
+FINE_TUNED = metric_kinds.FINE_TUNED  # before the first two
 # Arrays of names, if classes or owners are not numbers
 CLASS_NAMES, OWNER_NAMES = "class_names", "owner_names"
 BEST_ROUND, UNSEEN = "best_round", "unseen"
@@ -96,7 +97,8 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     """Returns accuracies [seed, round, client], test sizes and class counts of clients.
 
     In a sweep they are [seed, point, round, client], with the points' numbers by name.
-    With `fine_tune_epochs` there is `fine_tuned_accuracy` too. A text has perplexities
+    With `fine_tune_epochs` there is `fine_tuned_accuracy` too, and those of
+    `eval_metrics` that single clients have, by name. A text has perplexities
     instead, as `perplexity`, and no class counts. Names of classes and of the clients'
     owners are included if they are not numbers. If --summary chooses a round, there is
     one, -1, which stands for `best_round` [seed] ([seed, point] in a sweep). With
@@ -104,12 +106,12 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     `every_accuracy` and so on.
     """
     points = run.points
-    accuracies = _accuracies(run, run.summary_accuracies)
-    if run.history is not None:
-        done, every = run.kept_accuracies()
-        found = _accuracies(run, np.moveaxis(every, 0, 1))
-        accuracies |= {f"every_{name}": one for name, one in found.items()}
-        accuracies["every_round"] = done[:, 0]
+    of_clients = _by_seed(run, run.summary_of_clients)
+    if run.kept.every is not None:
+        done, every = run.kept_of_clients()
+        found = _by_seed(run, np.moveaxis(every, 0, 1))
+        of_clients |= {f"every_{name}": one for name, one in found.items()}
+        of_clients["every_round"] = done[:, 0]
     swept = {name: np.array([one[name] for one in points]) for name in points[0]}
     is_text = bool(run.data.num_words)
     names = {CLASS_NAMES: run.classes, OWNER_NAMES: run.owners}
@@ -125,7 +127,7 @@ def clients(run: Run) -> dict[str, np.ndarray]:
         **swept,
         **{kind: np.array(found) for kind, found in names.items() if found},
         **best,
-        **accuracies,
+        **of_clients,
         "rounds": rounds,
         "seeds": np.asarray(run.seeds),
         "test_size": np.asarray(partition.test.count),
@@ -133,19 +135,11 @@ def clients(run: Run) -> dict[str, np.ndarray]:
     }
 
 
-def _accuracies(run: Run, found: np.ndarray) -> dict[str, np.ndarray]:
-    """Accuracies [variants, rounds, ..., K] by name, with axes of seeds and points."""
+def _by_seed(run: Run, found: np.ndarray) -> dict[str, np.ndarray]:
+    """Values [variants, rounds, ..., K] by name, with axes of seeds and points."""
     if run.config.sweep:
         found = found.reshape(len(run.seeds), len(run.points), *found.shape[1:])
-    return by_name(run, found)
-
-
-def by_name(run: Run, found: np.ndarray) -> dict[str, np.ndarray]:
-    """Accuracies [..., K] by name; with `fine_tune_epochs` they are [..., 2, K]."""
-    name = PERPLEXITY if run.data.num_words else ACCURACY
-    if not run.config.fine_tune_epochs:
-        return {name: found}
-    return {name: found[..., 0, :], FINE_TUNED + name: found[..., 1, :]}
+    return run.kept.by_name(found)
 
 
 def class_counts(run: Run) -> np.ndarray:

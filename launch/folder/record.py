@@ -116,7 +116,8 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
     needed = ("rounds", "seeds", "test_size")
     optional = (finished.ACCURACY, finished.PERPLEXITY, finished.CLASS_COUNTS)
     tuned = [finished.FINE_TUNED + one for one in optional[:2]]
-    optional = (*optional, *tuned, finished.BEST_ROUND, finished.UNSEEN)
+    more = _measures(run)
+    optional = (*optional, *tuned, *more, finished.BEST_ROUND, finished.UNSEEN)
     names = (finished.CLASS_NAMES, finished.OWNER_NAMES, *points[0])
     with files.named(str(path), joint=" "):
         found = npz.read(path, needed, (*optional, *names))
@@ -129,8 +130,8 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
             "test_size": [num_seeds, num_clients],
             kind: [num_seeds, *several, num_rounds, num_clients],
         }
-        if (tuned := finished.FINE_TUNED + kind) in found:
-            shapes[tuned] = shapes[kind]
+        several_of = {finished.FINE_TUNED + kind, *more} & found.keys()
+        shapes |= dict.fromkeys(several_of, shapes[kind])
         if finished.CLASS_COUNTS in found:
             num_classes = found[finished.CLASS_COUNTS].shape[-1:]
             shapes[finished.CLASS_COUNTS] = [num_seeds, num_clients, *num_classes]
@@ -154,6 +155,11 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
         if odd:
             raise ValueError(f"is damaged: it has no {odd[0]}")
     return found
+
+
+def _measures(run: Record) -> list[str]:
+    """The names of the further metrics of a run."""
+    return [one for one in run.flags.get("eval_metrics", "").split(",") if one]
 
 
 def kinds(runs: Sequence[Record]) -> dict[str, metric_kinds.Kind]:
@@ -322,6 +328,7 @@ def client_values(run: Record, metric: str) -> np.ndarray | None:
         tuned: (tuned, False),
         f"unseen_{tuned}": (tuned, True),
     }
+    names |= {f"client_{name}": (name, False) for name in _measures(run)}
     if run.flags.get("masked_loss") == "chosen":
         names[f"client_masked_{plain}"] = (plain, False)
     name, of_unseen = names.get(metric, ("", False))

@@ -1,19 +1,24 @@
 """What is kept of single clients: of a summary's rounds, or of every evaluation."""
 
 import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
+import jax
 import numpy as np
 
 from data import memory
+from fedjax_pfl.rows import views
 
 MAX_BYTES = 2**30
 _MIN_SLOTS = 10
+# The summary's values in a checkpoint, without measures and with them
+_PLAIN, _MEASURED = "accuracies", "of_clients"
+_EVERY = "history"
 
 
 class LastRounds:
-    """The clients' accuracies after the rounds of a window, by variant.
+    """The clients' values after the rounds of a window, by variant.
 
     `arrays` f64[variants, W, ...] with W = max(window, 10) are those of `rounds` in
     order, nan if not evaluated. Their shape does not depend on a run's length, so that
@@ -26,10 +31,10 @@ class LastRounds:
         slots = max(len(self.rounds), _MIN_SLOTS)
         self.arrays = np.full((shape[0], slots, *shape[1:]), np.nan)
 
-    def add(self, variant: int, round: int, accuracies: np.ndarray, best: int) -> None:
+    def add(self, variant: int, round: int, values: np.ndarray, best: int) -> None:
         """Keeps what was measured after a round, if it is in the window."""
         if round in self.rounds:
-            self.arrays[variant, self.rounds.index(round)] = accuracies
+            self.arrays[variant, self.rounds.index(round)] = values
 
     def extended(self, rounds: Sequence[int]) -> Self:
         """Those for the window of a longer run."""
@@ -49,7 +54,7 @@ class LastRounds:
 
 
 class BestRound:
-    """The clients' accuracies after each variant's best round, and after the last one.
+    """The clients' values after each variant's best round, and after the last one.
 
     `arrays` are as in `LastRounds`. The first are those of the best round of the
     regular ones, a multiple of `every`, and the second those of a last round that is
@@ -60,12 +65,12 @@ class BestRound:
         self.every, self.shape = every, tuple(shape)
         self.arrays = np.full((shape[0], _MIN_SLOTS, *shape[1:]), np.nan)
 
-    def add(self, variant: int, round: int, accuracies: np.ndarray, best: int) -> None:
+    def add(self, variant: int, round: int, values: np.ndarray, best: int) -> None:
         """Keeps what was measured after a round if it is the best, or not regular."""
         if round % self.every:
-            self.arrays[variant, 1] = accuracies
+            self.arrays[variant, 1] = values
         elif round == best:
-            self.arrays[variant, 0] = accuracies
+            self.arrays[variant, 0] = values
 
     def extended(self, rounds: Sequence[int]) -> Self:
         """Those for a longer run, which keeps the same rounds."""
@@ -84,8 +89,7 @@ class BestRound:
 class History:
     """What each evaluation measured of each client, in order, in 64 bits.
 
-    `arrays` has an f64[variants, K] of each, nan if not evaluated, with fine-tuned
-    clients f64[variants, 2, K].
+    `arrays` has an f64[variants, ..., K] of each, nan if not evaluated.
     """
 
     def __init__(self, shape: Sequence[int]):
@@ -103,15 +107,117 @@ class History:
                 "summary"
             )
 
-    def add(self, accuracies: Sequence[np.ndarray | None]) -> None:
-        """Adds an evaluation: the accuracies of each variant, None = of no client."""
+    def add(self, values: Sequence[np.ndarray | None]) -> None:
+        """Adds an evaluation: the values of each variant, None = of no client."""
         array = np.full(self.shape, np.nan)
-        for index, one in enumerate(accuracies):
+        for index, one in enumerate(values):
             if one is not None:
                 array[index] = one
         self.arrays.append(array)
 
     @property
     def stacked(self) -> np.ndarray:
-        """All evaluations, f64[evaluations, variants, K] or [..., 2, K]."""
+        """All evaluations, f64[evaluations, variants, ..., K]."""
         return np.stack(self.arrays) if self.arrays else np.zeros((0, *self.shape))
+
+
+class Kept:
+    """The values of single clients that a run keeps, by variant.
+
+    Attributes:
+        names: What they are: `accuracy` or `perplexity`, the same after fine-tuning,
+            and measures. A variant's values are f64[K], of several names f64[Q, K].
+        summary: Those that a summary may need.
+        every: Those of every evaluation, None = not kept.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[str],
+        measures: Sequence[str],
+        variants: int,
+        num_clients: int,
+        summary: Callable[[Sequence[int]], LastRounds | BestRound],
+        has_every: bool,
+    ):
+        """`answers` and `measures` are names; `summary` takes an evaluation's shape."""
+        self._answers, self._sizes = tuple(answers), (variants, num_clients)
+        self._make = summary, (History if has_every else lambda shape: None)
+        self._keep((*answers, *measures))
+
+    def _keep(self, names: tuple[str, ...]) -> None:
+        self.names, shape = names, self._shape(names)
+        self.summary, self.every = (make(shape) for make in self._make)
+
+    def _shape(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The shape of an evaluation's values of these names."""
+        variants, num_clients = self._sizes
+        several = (len(names),) if len(names) > 1 else ()
+        return variants, *several, num_clients
+
+    @property
+    def arrays(self) -> np.ndarray:
+        """The arrays of `summary`."""
+        return self.summary.arrays
+
+    def by_name(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        """Kept values [..., K], of several names [..., Q, K], by their names."""
+        if len(self.names) == 1:
+            return {self.names[0]: values}
+        return {name: values[..., n, :] for n, name in enumerate(self.names)}
+
+    def add(
+        self, round: int, found: Sequence[Mapping[str, np.ndarray]], best: Sequence[int]
+    ) -> None:
+        """Keeps an evaluation: f64[K] by name and the best round, of each variant."""
+        arrays = [self._array(one) for one in found]
+        if self.every is not None:
+            self.every.add(arrays)
+        for index, array in enumerate(arrays):
+            if array is not None:
+                self.summary.add(index, round, array, best[index])
+
+    def _array(self, found: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """The values of a variant by name as one array, None without any."""
+        if not found:
+            return None
+        nowhere = np.full(self._sizes[-1], np.nan)
+        array = np.stack([found.get(name, nowhere) for name in self.names])
+        return array if len(array) > 1 else array[0]
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """The arrays of a checkpoint."""
+        is_plain = self.names == self._answers
+        arrays = {_PLAIN if is_plain else _MEASURED: self.arrays}
+        return arrays if self.every is None else arrays | {_EVERY: self.every.stacked}
+
+    def templates(self) -> list[dict[str, Any]]:
+        """The shapes of `saved`, and those of earlier versions, without measures."""
+        out = []
+        for names in dict.fromkeys((self.names, self._answers)):
+            variants, *shape = self._shape(names)
+            name = _PLAIN if names == self._answers else _MEASURED
+            shapes = {name: (variants, self.arrays.shape[1], *shape)}
+            if self.every is not None:
+                shapes[_EVERY] = -1, variants, *shape
+            kinds = {n: jax.ShapeDtypeStruct(s, np.float64) for n, s in shapes.items()}
+            out.append(kinds)
+        return out
+
+    def load(
+        self,
+        rounds: Sequence[int],
+        arrays: Mapping[str, Any],
+        mended: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        """Takes what `saved` returned of a run with a window of `rounds`, as views.
+
+        Measures are no longer kept if it has none. `mended` is applied to the values
+        that a summary may need.
+        """
+        name = _PLAIN if _PLAIN in arrays else _MEASURED
+        if name == _PLAIN and self.names != self._answers:
+            self._keep(self._answers)
+        self.summary.take(rounds, mended(views.materialised(arrays[name])))
+        if self.every is not None:
+            self.every.arrays = list(views.materialised(arrays[_EVERY]))

@@ -1,6 +1,7 @@
 """A run: its state and its measurements, independent of how they are shown."""
 
 import dataclasses
+import functools
 import hashlib
 import re
 import time
@@ -11,10 +12,17 @@ import jax
 import numpy as np
 
 from data import files
-from fedjax_pfl import each_client, measures, metric_kinds, simulate, traffic, types
+from fedjax_pfl import (
+    each_client,
+    measures,
+    metric_kinds,
+    scores,
+    simulate,
+    traffic,
+    types,
+)
 from fedjax_pfl import program as program_lib
 from fedjax_pfl.metric_kinds import Kind
-from fedjax_pfl.rows import views
 from launch.assemble import assemble, computed, notes
 from launch.config import limits, sweep
 from launch.machine import devices, memory
@@ -60,10 +68,8 @@ class Run:
         points: The points of a sweep as numbers by name, [{}] without a sweep.
         metrics: A dict per evaluated round and variant, which is a seed at a point.
         window: The rounds of the summary, with a best round the last one.
-        kept: The clients' accuracies that a summary may need, by variant: all points of
-            the first seed come first, then those of the second, ... Each is f64[K],
-            with `fine_tune_epochs` f64[2, K], before and after it.
-        history: What every evaluation measured of each client, None = not kept.
+        kept: The values of single clients, by variant: all points of the first seed
+            come first, then those of the second, ...
         target: The chip for which it is compiled without running, "" = it runs here.
         settings: What it was assembled from, if there is a target.
         classes: Names in the order of `predict`'s columns, None if they are 0..Y-1.
@@ -113,18 +119,7 @@ class Run:
         self.metrics: list[dict[str, Any]] = []
         self._best: dict[tuple[int, int | None], summaries.Best] = {}
         self.evaluation_seconds = 0.0
-        num_variants = len(self.seeds) * len(self.points)
-        moments = (2,) if config.fine_tune_epochs else ()
-        shape = num_variants, *moments, config.num_clients
-        self.kept = (
-            history.BestRound(config.eval_every, shape)
-            if self.chooses_round
-            else history.LastRounds(self.window, shape)
-        )
-        self.history: history.History | None = None
-        if config.client_metrics == "every":
-            self.history = history.History(shape)
-            self.history.check(_num_evaluations(config, self.window))
+        self.kept = self._made_kept(program.scoring.score)
         self.simulation = simulate.Simulation(
             program=program,
             data=self.data,
@@ -137,6 +132,33 @@ class Run:
             with_rows=made.with_rows,
         )
         self._check_memory(rows_in=made.rows_in)
+
+    def _made_kept(self, score: scores.Score) -> history.Kept:
+        """What is kept of single clients, nothing yet.
+
+        Raises ValueError if it is too much, or if a measure has the name of a number of
+        the sweep.
+        """
+        config, measured = self.config, measures.of_single(score.measures)
+        every = {*measured, *(f"client_{name}" for name in measured)}
+        if taken := every & self.points[0].keys():
+            raise ValueError(
+                f"--sweep={min(taken)}: one of eval_metrics has that name; rename it"
+            )
+        moments = ["", metric_kinds.FINE_TUNED] if config.fine_tune_epochs else [""]
+        kept = history.Kept(
+            [moment + score.of_client for moment in moments],
+            measured,
+            len(self.seeds) * len(self.points),
+            config.num_clients,
+            functools.partial(history.BestRound, config.eval_every)
+            if self.chooses_round
+            else functools.partial(history.LastRounds, self.window),
+            has_every=config.client_metrics == "every",
+        )
+        if kept.every is not None:
+            kept.every.check(_num_evaluations(config, self.window))
+        return kept
 
     def _check_memory(self, rows_in: str | None) -> None:
         """Refuses (ValueError) a state that is too large, also one on the host."""
@@ -326,8 +348,8 @@ class Run:
         compiling = self.compile_seconds - compiled
         self.evaluation_seconds += time.perf_counter() - begin - compiling
         variants = self.simulation.variants
-        for index, (values, accuracies) in enumerate(results):
-            values = values | self._by_architecture(accuracies, variants.seed(index))
+        for index, (values, of_clients) in enumerate(results):
+            values = values | self._by_architecture(of_clients, variants.seed(index))
             if self.config.eval_moments == "after":
                 of_round = self.simulation.metrics.keys()
                 values = {
@@ -343,12 +365,7 @@ class Run:
         if self.config.choose_by and not self.metrics:
             self._check_chooses(records)
         self.metrics += records
-        if self.history is not None:
-            self.history.add([accuracies for _, accuracies in results])
-        best = self._best_of_each()
-        for index, (_, accuracies) in enumerate(results):
-            if accuracies is not None:
-                self.kept.add(index, self.round, accuracies, best[index])
+        self.kept.add(self.round, [one for _, one in results], self._best_of_each())
         return records
 
     def _check_chooses(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -384,23 +401,22 @@ class Run:
                 f"{min(passed)}, which were not kept; give {enough} or more"
             )
         config = dataclasses.replace(self.config, rounds=rounds)
-        if self.history is not None:
-            self.history.check(_num_evaluations(config, window))
+        if self.kept.every is not None:
+            self.kept.every.check(_num_evaluations(config, window))
         self.config, self.window = config, window
-        self.kept = self.kept.extended(window)
+        self.kept.summary = self.kept.summary.extended(window)
         self.simulation.rounds = rounds
         return self
 
     def _by_architecture(
-        self, accuracies: np.ndarray | None, seed: int
+        self, of_clients: Mapping[str, np.ndarray], seed: int
     ) -> dict[str, float]:
         """`client_accuracy_<model>`, or a perplexity, if there are several models."""
-        models = self.task.client_models
+        models, accuracies = self.task.client_models, of_clients.get(self.kept.names[0])
         if len(models) == 1 or accuracies is None:
             return {}
         unseen = self.data.partition.is_unseen[seed]
         group = np.where(unseen, -1, np.asarray(self.task.group_of_client))
-        accuracies = accuracies.reshape(-1, len(group))[0]
         kind = "perplexity" if self.data.num_words else "accuracy"
         if self.data.masked_loss == "chosen":
             kind = "masked_perplexity"
@@ -416,9 +432,7 @@ class Run:
     def saved(self) -> tuple[Any, dict[str, Any]]:
         """The (arrays, host counters) of a checkpoint, valid until the next round."""
         simulation, clock = self.simulation, self.totals.clock
-        arrays = {"state": simulation.saved, "accuracies": self.kept.arrays}
-        if self.history is not None:
-            arrays["history"] = self.history.stacked
+        arrays = {"state": simulation.saved, **self.kept.saved()}
         host = dataclasses.asdict(simulation.totals) | {
             "messages": simulation.totals.messages.tolist(),
             "diverged": simulation.totals.diverged.tolist(),
@@ -433,13 +447,10 @@ class Run:
 
     def saved_templates(self) -> list[Any]:
         """The shapes of the arrays of `saved`, and other shapes that `load` accepts."""
-        accuracies = {"accuracies": self.kept.arrays}
-        if self.history is not None:
-            shape = (-1, *self.history.shape)
-            accuracies["history"] = jax.ShapeDtypeStruct(shape, np.float64)
         simulation = self.simulation
         forms = simulation.rows.templates(simulation.template())
-        return [{"state": state, **accuracies} for state in forms]
+        kept = self.kept.templates()
+        return [{"state": state, **one} for one in kept for state in forms]
 
     def load(
         self, round: int, arrays: Any, host: dict[str, Any], metrics: list[dict]
@@ -453,12 +464,9 @@ class Run:
         if self.parts_with and chunk != how.chunk:
             self.compute(how._replace(chunk=chunk))
         self.metrics, self._best = list(metrics), {}
-        accuracies = views.materialised(arrays["accuracies"])
-        if not host.pop("has_last", False):
-            accuracies = self._with_last(accuracies)
-        self.kept.take(host.pop("window"), accuracies)
-        if self.history is not None:
-            self.history.arrays = list(views.materialised(arrays["history"]))
+        has_last = host.pop("has_last", False)
+        mended = (lambda values: values) if has_last else self._with_last
+        self.kept.load(host.pop("window"), arrays, mended)
         compile_seconds, last = host.pop("compile_seconds"), host.pop("last_round")
         counts = self.totals.messages
         host["messages"] = np.asarray(host["messages"], np.int64).reshape(counts.shape)
@@ -517,29 +525,29 @@ class Run:
         return [self.best_round(n) if self.chooses_round else self.round for n in every]
 
     @property
-    def summary_accuracies(self) -> np.ndarray:
-        """The accuracies behind the summary, [variants, window, K] as they are kept."""
-        return self.kept.of_summary(self._best_of_each())
+    def summary_of_clients(self) -> np.ndarray:
+        """Clients' values behind the summary, [variants, window, ...] as in `kept`."""
+        return self.kept.summary.of_summary(self._best_of_each())
 
-    def kept_accuracies(self) -> tuple[np.ndarray, np.ndarray]:
+    def kept_of_clients(self) -> tuple[np.ndarray, np.ndarray]:
         """The evaluations of clients that are kept: those of the summary, or all.
 
         Returns:
-            (the round int64[E, variants] of each evaluation, its accuracies
-            f64[E, variants, K], with `fine_tune_epochs` f64[E, variants, 2, K]).
+            (the round int64[E, variants] of each evaluation, the clients' values
+            f64[E, variants, K], of several names f64[E, variants, Q, K]).
         """
         count = self.simulation.variants.count
         done = list(dict.fromkeys(record["round"] for record in self.metrics))
-        if self.history is not None:
-            rounds, found = done, self.history.stacked
+        if self.kept.every is not None:
+            rounds, found = done, self.kept.every.stacked
         elif self.chooses_round:
             several = slice(0, min(len(done), 1))
-            found = self.summary_accuracies[:, several]
+            found = self.summary_of_clients[:, several]
             return np.array([self._best_of_each()])[several], np.moveaxis(found, 1, 0)
         else:
             slots = [slot for slot, one in enumerate(self.window) if one in done]
             rounds = [self.window[slot] for slot in slots]
-            found = np.moveaxis(self.summary_accuracies[:, slots], 1, 0)
+            found = np.moveaxis(self.summary_of_clients[:, slots], 1, 0)
         each = np.repeat(np.array(rounds, int)[:, None], count, axis=1)
         return each, found
 

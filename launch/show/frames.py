@@ -30,14 +30,15 @@ def of(records: Sequence[dict[str, Any]]) -> pandas.DataFrame:
 
 
 def client_metrics(run: Run) -> pandas.DataFrame:
-    """A line for each client in each evaluation that is kept: accuracy, or perplexity.
+    """A line for each client in each evaluation that is kept.
 
     Columns are `round`, `seed`, the numbers of a sweep, `client`, `owner` if clients
-    have names, `unseen` if some never train, and the metrics, nan if not evaluated.
+    have names, `unseen` if some never train, and the metrics, nan if not evaluated:
+    accuracy or perplexity, also after fine-tuning, and those of `eval_metrics`.
     """
     import pandas
 
-    rounds, found = run.kept_accuracies()
+    rounds, found = run.kept_of_clients()
     variants, unseen = run.simulation.variants, run.data.partition.is_unseen
     shape = *rounds.shape, run.config.num_clients
     # Indices of each line of the frame
@@ -52,7 +53,7 @@ def client_metrics(run: Run) -> pandas.DataFrame:
         columns["owner"] = np.array(run.owners)[client]
     if unseen.any():
         columns["unseen"] = unseen[seed, client]
-    every = finished.by_name(run, found).items()
+    every = run.kept.by_name(found).items()
     columns |= {name: one.reshape(-1) for name, one in every}
     return pandas.DataFrame(columns)
 

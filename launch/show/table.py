@@ -572,7 +572,8 @@ def _of_seeds(values: Any, entry: Mapping[str, Any]) -> Any:
 
 def mark(how: words.Metric, gap: float, p: float | None = None, side: int = 0) -> str:
     """`better` or `worse` where a test and the mean agree on it, else ""."""
-    if p is None or p >= significance.LEVEL or not gap * side > 0:  # it may be nan
+    is_shown = p is not None and p < significance.LEVEL and gap * side > 0
+    if not is_shown or not how.better:
         return ""
     return "better" if (side > 0) == (how.better != "lower") else "worse"
 

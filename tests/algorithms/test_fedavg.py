@@ -136,7 +136,7 @@ def test_metrics_of_constant_predictors(problem, start, scored):
     counts = scored(made)(state, cohort)
 
     tested = table.test.row[table.test.row >= 0]
-    values, accuracies = SCORING.score.metrics(counts, table.test.count, len(tested))
+    values, of_clients = SCORING.score.metrics(counts, table.test.count, len(tested))
     union = table.label[tested]
     own = [table.label[table.tested(number)] for number in range(5)]
     share = [(union == label).mean() for label in range(4)]
@@ -147,7 +147,7 @@ def test_metrics_of_constant_predictors(problem, start, scored):
     gen = np.mean([share[answer[k]] for k in chosen])
     assert len(set(share)) > 1 and len({len(own[k]) for k in chosen}) > 1
     assert abs(spec - np.mean([each[k] for k in chosen])) > 1e-3
-    np.testing.assert_allclose(accuracies, each)
+    np.testing.assert_allclose(of_clients["accuracy"], each)
     expected = {
         "global_accuracy": share[2],
         "c_spec": spec,

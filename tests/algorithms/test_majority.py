@@ -59,9 +59,9 @@ def test_answers_the_biggest_class(data, task):
     np.testing.assert_array_equal(state.server, [5, 5, 3, 1])
     counts = right_answers(made, state, data)
     np.testing.assert_array_equal(counts["own"]["right"], [2, 3, 1])
-    values, accuracies = SCORING.score.metrics(counts, np.array([3, 4, 2]), 9)
+    values, of_clients = SCORING.score.metrics(counts, np.array([3, 4, 2]), 9)
     largest = [max(np.bincount(test)) / len(test) for test in TEST]
-    np.testing.assert_allclose(accuracies, largest)
+    np.testing.assert_allclose(of_clients["accuracy"], largest)
     np.testing.assert_allclose(values["client_accuracy"], np.mean([2 / 3, 0.75, 0.5]))
     np.testing.assert_allclose(values["global_accuracy"], 3 / 9)
 

@@ -244,13 +244,13 @@ def test_nothing_copies_the_population(name):
     counts = counted.both(one, state, cohort, data, scoring, task.execution)
     test = plain.host(data.partition.test)
     union = int((test.row >= 0).sum())
-    expected, accuracies = scoring.score.metrics(counts, test.count, union)
+    expected, of_clients = scoring.score.metrics(counts, test.count, union)
     ((metrics, own),) = found
     assert {"client_accuracy", "c_gen"} <= expected.keys()
     loss = expected.pop("client_loss")
     assert metrics.items() >= expected.items()
     np.testing.assert_allclose(metrics["client_loss"], loss, rtol=1e-6)
-    np.testing.assert_array_equal(own, accuracies)
+    np.testing.assert_array_equal(own["accuracy"], of_clients["accuracy"])
 
 
 def test_clients_start_alike_and_may_keep_nothing_else(tables):

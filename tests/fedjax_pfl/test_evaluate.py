@@ -144,7 +144,8 @@ def test_a_model_for_each(data, name):
     served = [True, True, False, False, True, True, True]
     np.testing.assert_array_equal(counts["known"], served)
     assert "server" not in counts
-    values, accuracies = metrics(counts)
+    values, of_clients = metrics(counts)
+    accuracies = of_clients["accuracy"]
     # Client 1 has no test row, 2 and 3 no model.
     np.testing.assert_array_equal(np.isnan(accuracies), [0, 1, 1, 1, 0, 0, 0])
     assert values["client_accuracy"] == pytest.approx(np.nanmean(accuracies))
@@ -275,8 +276,8 @@ def test_sampled_clients_have_the_accuracies_of_a_whole_evaluation(data, kind):
     np.testing.assert_array_equal(sample["own"]["right"], np.where(known, everybody, 0))
     np.testing.assert_array_equal(later["own"]["right"], sample["own"]["right"])
     np.testing.assert_array_equal(later["known"], known)
-    values, accuracies = metrics(sample)
-    full, everyone = metrics(whole)
+    (values, some), (full, every) = metrics(sample), metrics(whole)
+    accuracies, everyone = some["accuracy"], every["accuracy"]
     np.testing.assert_array_equal(accuracies, np.where(known, everyone, np.nan))
     assert values["clients_evaluated"] == np.isfinite(accuracies).sum()
     assert full["clients_evaluated"] == np.isfinite(everyone).sum() < K
@@ -472,9 +473,9 @@ def test_metrics_by_hand():
     sums = {"right": own, "loss": losses * test_count}
     counts = {"own": sums, "known": np.ones(29, bool), "server": server}
     counts |= {"server_loss": {"global": 32.0}}
-    values, accuracies = metrics(counts, test_count, 320)
+    values, of_clients = metrics(counts, test_count, 320)
     fractions = np.array([0.1, 0.2, *[0.5] * 26, 0.9])
-    np.testing.assert_allclose(accuracies, fractions)
+    np.testing.assert_allclose(of_clients["accuracy"], fractions)
     expected = {
         "global_accuracy": 0.5,
         "client_accuracy": fractions.mean(),
@@ -502,10 +503,10 @@ def test_clients_that_never_train_are_not_scored():
     }
     unseen, count = np.arange(3) == 2, np.full(3, 4)
     given = scores.Classes(), counts, count, 12, unseen
-    values, accuracies = evaluations._split_metrics(*given)
+    values, of_clients = evaluations._split_metrics(*given)
     assert values["c_gen"] == 11 / 24 and values["c_spec"] == 5 / 8
     assert values["client_accuracy"] == 5 / 8 and values["unseen_accuracy"] == 1
-    np.testing.assert_array_equal(accuracies, [0.5, 0.75, 1])
+    np.testing.assert_array_equal(of_clients["accuracy"], [0.5, 0.75, 1])
 
 
 def test_fine_tuning_that_diverges_has_no_accuracy():
@@ -536,12 +537,12 @@ def test_official_split_has_no_client_accuracy():
         "scored": np.array([2, 3]),
         "cross": np.array([5, 0]),
     }
-    values, accuracies = metrics(counts, [0, 0, 0], 10)
-    assert accuracies is None
+    values, of_clients = metrics(counts, [0, 0, 0], 10)
+    assert of_clients == {}
     assert values == {"global_accuracy": 0.7, "global_loss": 0.5, "c_gen": 0.5}
 
 
 def test_no_rows_no_metrics():
     """No test rows at all, no model of the server."""
     counts = {"known": np.zeros(2, bool)}
-    assert metrics(counts, [0, 0], 0) == ({}, None)
+    assert metrics(counts, [0, 0], 0) == ({}, {})

@@ -110,7 +110,7 @@ def test_metrics_of_clients_and_the_server():
     own = jax.tree.map(lambda *leaves: np.stack(leaves), *sums)
     known = np.array([True, True, False])
     found = {"server": sums[0], "own": own}
-    values = measures.metrics(chosen, found, known)
+    values, of_each = measures.metrics(chosen, found, known)
     hits = [(z.argmax(1) == y) for z, y in batches[:2]]
     assert values["global_right"] == pytest.approx(hits[0].mean())
     assert values["client_right"] == pytest.approx(np.mean([h.mean() for h in hits]))
@@ -128,7 +128,10 @@ def test_metrics_of_clients_and_the_server():
     assert "global_class3_accuracy" not in values  # it does not occur
     names = measures.custom_names(chosen)
     assert names == {"global_right", "client_right", "client_right_pooled"}
-    assert measures.metrics(chosen, {"own": own}, known & False) == {}
+    assert set(of_each) == {"macro_f1", "right", "auc", "ece"}
+    expected = [*(h.mean() for h in hits), np.nan]
+    np.testing.assert_allclose(of_each["right"], expected, rtol=1e-6)
+    assert measures.metrics(chosen, {"own": own}, known & False) == ({}, {})
 
 
 def test_functions_may_name_the_number_of_classes():

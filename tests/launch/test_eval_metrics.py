@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import evaluate
-from launch import build, report
+from launch import build, compare, report
 from launch.folder import record
-from launch.show import words
+from launch.show import significance, words
 
 pytestmark = pytest.mark.usefixtures("narrow")
 GEN = np.random.default_rng(1)
@@ -36,6 +36,9 @@ def margin(logits, labels, mask):
 def made(**given):
     """A small experiment."""
     return build.experiment(**{"algo": "pfedsd"} | COMMON | given)
+
+
+SINGLE = ["macro_f1", "auc", "margin"]  # of the fixture's, what single clients have
 
 
 def own_rows(experiment, client):
@@ -68,6 +71,10 @@ def test_values_are_those_of_the_served_models(run):
         for found, (_, y) in zip(p, rows, strict=True)
     ]
     assert last["client_macro_f1"] == pytest.approx(np.mean(f1), abs=1e-6)
+    frame = run.client_metrics()
+    assert [*frame] == ["round", "seed", "client", "accuracy", *SINGLE]
+    np.testing.assert_allclose(frame["macro_f1"], f1, atol=1e-6)
+    np.testing.assert_allclose(frame["margin"].mean(), last["client_margin"])
     labels = np.concatenate([y for _, y in rows])
     answers = np.concatenate([found.argmax(1) for found in p])
     f1 = sklearn_metrics.f1_score(labels, answers, average="macro")
@@ -93,6 +100,10 @@ def test_summary_report_and_folder_have_them(run, undrawn, tmp_path):
         assert title in text
     found = record.read(pathlib.Path(run.config.workdir))
     assert found.records[-1]["global_margin"] > 0
+    for name in SINGLE:
+        values = record.client_values(found, f"client_{name}")
+        np.testing.assert_allclose(values[0], run.client_metrics()[name])
+    assert record.client_values(found, "client_class0_accuracy") is None
     assert run.plot(metric="client_auc,client_macro_f1") is not None
     with pytest.raises(ValueError, match="margin was a custom function; give eval_"):
         build.load(run.config.workdir, dataset=COMMON["dataset"])
@@ -134,6 +145,74 @@ def test_a_sample_of_clients(monkeypatch):
         name for name in found if re.match("client_|worst_decile_", name)
     }
     assert "(2 clients)" in words.table(experiment.summary())
+
+
+def test_single_clients_after_an_interruption(tmp_path):
+    """Their values go on, also beside fine-tuned ones and in every evaluation."""
+    given = {"eval_metrics": "macro_f1,ece", "fine_tune_epochs": 1, "num_seeds": 2}
+    given |= {"algo": "fedavg", "client_metrics": "every", "eval_every": 1}
+    whole, cut = made(**given), made(**given, workdir=tmp_path)
+    whole.run(progress=False)
+    cut.run(1, progress=False)
+    again = build.load(tmp_path, dataset=COMMON["dataset"])
+    again.run(progress=False)
+    frame = again.client_metrics()
+    assert frame.equals(whole.client_metrics()) and len(frame) == 3 * 2 * 6
+    names = ["accuracy", "fine_tuned_accuracy", "macro_f1", "ece"]
+    assert [*frame][-4:] == names
+    with np.load(tmp_path / "clients.npz") as file:
+        for name in names:
+            np.testing.assert_array_equal(
+                file[name], file[f"every_{name}"][:, -1:], strict=True
+            )
+
+
+def test_checkpoints_of_an_earlier_version_have_no_measures():
+    """The run goes on with the accuracies alone, and says nothing of the others."""
+    given = {"eval_metrics": "macro_f1", "client_metrics": "every"}
+    ran, later = made(**given), made(**given)
+    ran.run(1, progress=False)
+    arrays, host = ran.saved()
+    accuracies = arrays.pop("of_clients")[:, :, 0]
+    before = {"accuracies": accuracies, "history": arrays.pop("history")[:, :, 0]}
+    forms = later.saved_templates()
+    assert any(form.keys() == {"state", *before} for form in forms)
+    later.load(1, arrays | before, host, list(ran.metrics))
+    later.run(progress=False)
+    whole = made(**given)
+    whole.run(progress=False)
+    expected = whole.client_metrics().drop(columns="macro_f1")
+    assert later.client_metrics().equals(expected)
+    assert later.metrics[-1]["client_macro_f1"] == whole.metrics[-1]["client_macro_f1"]
+
+
+def test_tables_test_them(tmp_path):
+    """Clients are paired, and a number of which neither way is better has no mark."""
+    given = {name: one for name, one in COMMON.items() if name != "rounds"}
+    given |= {"eval_metrics": {"macro_f1": "macro_f1", "margin": margin}}
+    given |= {"num_seeds": 8, "rounds": 8, "client_lr": 0.5}
+    found = compare.compare(["local", "fedavg"], **given, progress=False)
+    names = ["client_macro_f1", "client_margin"]
+    table = found.table(names, control="local")
+    frames = {name: one.client_metrics() for name, one in found.items()}
+    for column, name in zip(table.columns, names, strict=True):
+        values = [
+            frames[row][name.removeprefix("client_")].to_numpy().reshape(8, 6)
+            for row in ("fedavg", "local")
+        ]
+        p, _ = significance.wilcoxon(*values)
+        assert column.values[1].p == pytest.approx(p) and p < 0.05
+    assert table.columns[0].values[1].mark and not table.columns[1].values[1].mark
+
+
+def test_names_that_single_clients_have(tmp_path):
+    """Those of other columns and of a sweep's numbers."""
+    for name in ("unseen", "rounds", "fine_tuned_f1"):
+        with pytest.raises(ValueError, match=f"{name}.* is not a name for a metric"):
+            made(eval_metrics={name: margin})
+    for name in ("lr", "client_lr"):
+        with pytest.raises(ValueError, match="client_lr: one of eval_metrics has that"):
+            made(eval_metrics={name: margin}, sweep={"client_lr": [0.1, 0.2]})
 
 
 def test_models_that_training_left_are_those_that_serve():

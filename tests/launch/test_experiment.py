@@ -594,19 +594,20 @@ def test_the_end_of_a_shorter_run_is_no_best_round(arrays, monkeypatch):
     short, whole = (made(arrays, rounds=rounds, **given) for rounds in (3, 6))
     short.run(progress=False)
     assert short.best_round(0) == 3  # its last round, which is not in eval_every
-    ((_, accuracies),) = evaluate(short.simulation)
-    np.testing.assert_array_equal(short.summary_accuracies[0, 0], accuracies)
+    ((_, of_clients),) = evaluate(short.simulation)
+    accuracies = of_clients["accuracy"]
+    np.testing.assert_array_equal(short.summary_of_clients[0, 0], accuracies)
     kept, host = short.saved()
     kept = jax.tree.map(lambda leaf: views.materialised(leaf).copy(), kept)
     records = list(short.metrics)
     found, expected = short.extend(6).run(progress=False), whole.run(progress=False)
     assert found["metrics"] == expected["metrics"] and short.best_round(0) == 4
-    np.testing.assert_array_equal(short.summary_accuracies, whole.summary_accuracies)
+    np.testing.assert_array_equal(short.summary_of_clients, whole.summary_of_clients)
     # An earlier version kept the best round's accuracies alone, in the first place.
     kept["accuracies"][:, 0], host["has_last"] = kept["accuracies"][:, 1], False
     again, longer = (made(arrays, rounds=rounds, **given) for rounds in (3, 6))
     again.load(3, kept, host, records)
-    np.testing.assert_array_equal(again.summary_accuracies[0, 0], accuracies)
+    np.testing.assert_array_equal(again.summary_of_clients[0, 0], accuracies)
     with pytest.raises(ValueError, match="an earlier version, .* round 3 alone"):
         longer.load(3, kept, host, records)
 

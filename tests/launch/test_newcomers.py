@@ -512,7 +512,8 @@ def test_accuracies_by_architecture(monkeypatch):
     experiment = planned(**given, unseen_clients=3, fine_tune_epochs=1)
     found, is_even = GEN.uniform(size=(2, 10)), np.arange(10) % 2 == 0
     unseen = part(experiment).is_unseen
-    assert experiment._by_architecture(found, 0) == pytest.approx(
+    of_clients = dict(zip(experiment.kept.names, found, strict=True))
+    assert experiment._by_architecture(of_clients, 0) == pytest.approx(
         {
             "client_accuracy_narrow": found[0][is_even & ~unseen].mean(),
             "client_accuracy_other": found[0][~is_even & ~unseen].mean(),
