@@ -141,18 +141,20 @@ def make(
             mean = [one.astype(before.dtype) for one, before in pairs]
             mean = sent.joined(mean, sent.kept(old))
         if step is not None:
-            mean = step(old, mean, rng.stream(state.key, "averaging.step", state.round))
-            if sent is not None:
-                mean = sent.joined(sent.sent(mean), sent.kept(old))
+            key = rng.stream(state.key, "averaging.step", state.round)
+            mean = of_sent(step(old, mean, key), old)
         server = mean
         if tx is not None:
             moments = state.server["moments"]
             new, moments = server_optimizer.step(tx, moments, old, mean)
-            if sent is not None:  # an own optimizer may decay what has no gradient
-                new = sent.joined(sent.sent(new), sent.kept(old))
-            server = {"model": new, "moments": moments}
+            # An own optimizer may decay what has no gradient.
+            server = {"model": of_sent(new, old), "moments": moments}
         state = here.after(rows, server=server)
         return state, trained.metrics(cohort), {"model down": 1, "model up": 1}
+
+    def of_sent(new: types.Variables, old: types.Variables) -> types.Variables:
+        """The new model, of which what clients do not send stays as it was."""
+        return new if sent is None else sent.joined(sent.sent(new), sent.kept(old))
 
     def model_of(server: Any) -> types.Variables:
         return server if tx is None else server["model"]
