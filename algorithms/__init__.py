@@ -23,6 +23,7 @@ from algorithms import (
     fedbabu,
     fedbn,
     fedd2s,
+    feddf,
     fedict,
     fedmd,
     fednova,
@@ -56,8 +57,9 @@ class Entry:
             name that papers write, and a colon.
         name: The name of a custom algorithm in records. Others have their key.
         preset: Name of the paper's rules for options that are not given.
-        public_images: Whether it learns from unlabelled images that all clients share
-            (`Algorithm.ships_proxy`). A default set is chosen where none is given.
+        public_images: Whether it learns from unlabelled images, which all clients get
+            (`Algorithm.ships_proxy`) or the server alone has. A default set is chosen
+            where none is given.
         exits: Whether it uses models with an exit at every stage.
         text: Whether an example may be a row of tokens with a label at each position,
             as its losses are means of cross-entropies.
@@ -186,6 +188,7 @@ ALGORITHMS = {
     "fedper_plus": _PLUS(_FEDPER, "FedPer+: FedPer with FedD2S's layer dropping."),
     "fedrep_plus": _PLUS(_FEDREP, "FedRep+: FedRep with FedD2S's layer dropping."),
     "fedmd": entry(fedmd, preset="fedd2s", public_images=True),
+    "feddf": entry(feddf, public_images=True),
     "fedproto": entry(fedproto),
     "fedict": entry(fedict, preset="fedd2s"),
     "pfedsd": entry(pfedsd, preset="fedd2s"),

@@ -255,7 +255,8 @@ def _program(
 def _check_options(settings: Settings, algorithm: types.Algorithm) -> None:
     """Refuses (ValueError) what an algorithm cannot measure, or has no data for."""
     config = settings.config
-    if settings.public is not None and algorithm.ships_proxy != "unlabelled":
+    learns = settings.entry.public_images or algorithm.ships_proxy == "unlabelled"
+    if settings.public is not None and not learns:
         line = f"--public_set={config.public_set} has images without labels"
         fit.refuse_need(config, "public_images", line)
     measured = {"", "loss", *(one.name for one in settings.measures)}
