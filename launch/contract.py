@@ -112,9 +112,10 @@ def _mild(options: dict[str, Any]) -> tuple[dict[str, Any], float]:
     entry, tolerance = options["algo"], TOLERANCE
     known = registry.fields_of(entry)
     out = dict(options)
-    if "client_optimizer" in known:
-        # Adam turns rounding errors into steps, for instance of a bias before a norm.
-        out.setdefault("client_optimizer", "sgd")
+    # Adam turns rounding errors into steps, for instance of a bias before a norm.
+    adaptive = {name for name, field in known.items() if field.default == "adam"}
+    for name in {"client_optimizer", *adaptive} & known.keys() - entry.fixed.keys():
+        out.setdefault(name, "sgd")
     tx = out.get("client_optimizer")
     if "client_lr" in known and not isinstance(tx, optax.GradientTransformation):
         # Many steps at a high rate make large differences of them.
