@@ -87,6 +87,22 @@ def joined(
     return made._replace(notes=(*train.notes, *made.notes))
 
 
+def unlabelled(
+    given: Any, label: str = "", owner: str = "", layout: str = "auto"
+) -> dataset.Dataset:
+    """The data set of `public_set=`, of whose rows nobody reads labels and owners.
+
+    It is an array x of examples, or one of the objects that `opened` takes as train
+    rows. Other arguments and errors are those of `joined`.
+    """
+    x = foreign.plain(given)
+    if getattr(x, "shape", ()) and foreign.as_columns(given) is None:
+        given = x, np.zeros(len(x), int)
+    rows = _rows(given, "public_set", label, owner)
+    how = {"where": "public_set", "layout": layout, "least_classes": 1}
+    return joined(rows, None, None, label, owner, **how)
+
+
 def _parts(given: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the train rows of a dict, and its other parts if it has any.
 

@@ -436,7 +436,7 @@ def load(
         return own
     if name == own_files.ARRAYS:
         raise ValueError(
-            f"--{flag}={name} were in memory; give dataset=(x, y), or the DataFrame"
+            f"--{flag}={name} were in memory; give {flag}=(x, y), or the DataFrame"
         )
     if name not in DATASETS and (kind := own_files.kind_of(name)):
         raise ValueError(

@@ -320,6 +320,7 @@ def experiment(**given: Any) -> Experiment:
       see `doors`;
     * `test`, `val`: official test and validation rows beside such a `dataset`, such as
       `(x, y)` or `(x, y, client)`;
+    * `public_set`: an array of examples without labels, or what `dataset` may be;
     * `model`, `client_model`: a flax linen or nnx module, a class or function that
       makes an nnx module of `rngs`, a pair of functions `(init, apply)`, a list of
       these (its stages, for methods that treat layers differently), or a function of

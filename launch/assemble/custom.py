@@ -160,10 +160,10 @@ def split_names(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 def named(
     given: Mapping[str, Any],
-) -> tuple[dict[str, Any], Any, dict[str, Callable[..., Any]]]:
+) -> tuple[dict[str, Any], Any, Any, dict[str, Callable[..., Any]]]:
     """Replaces custom data and models by names, and returns what these names mean.
 
-    Custom data are `dataset`, `test` and `val`, or None.
+    Custom data are `dataset`, `test` and `val`, or None, and `public_set`, or None.
     """
     given, in_memory, own_models, chains = dict(given), None, {}, {}
     split = {"model": given.pop("split", ())}
@@ -173,6 +173,11 @@ def named(
     more = given.pop("test", None), given.pop("val", None)
     if not isinstance(found, str) or any(one is not None for one in more):
         given["dataset"], in_memory = own_files.ARRAYS, (found, *more)
+    public = given.get("public_set")
+    if isinstance(public, str):
+        public = None
+    elif public is not None:
+        given["public_set"] = own_files.ARRAYS
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
         if not isinstance(modules, str):
@@ -186,7 +191,7 @@ def named(
             make = functools.partial(own.chain, modules, split.get(flag, ()))
             own_models.setdefault(name, make)
             given[flag] = name
-    return given, in_memory, own_models
+    return given, in_memory, public, own_models
 
 
 def objects_in(recorded: Mapping[str, Any]) -> dict[str, str]:

@@ -81,7 +81,7 @@ def settled(**given: Any) -> Settings:
     given = {name: one for name, one in given.items() if name not in own_optimizers}
     own_sha256 = custom.own_sha256(given, own_optimizers)
     given, chosen = custom.measured(given)
-    given, in_memory, own_models = custom.named(given)
+    given, in_memory, public, own_models = custom.named(given)
     _check_alike(given | {"own_sha256": own_sha256})
     config, hparams = resolve.configure(given | own_optimizers)
     hparams = custom.with_optimizers(hparams, own_optimizers, given)
@@ -96,7 +96,7 @@ def settled(**given: Any) -> Settings:
     fitted, dropped_owners = _fitted(config, source)
     if fitted is not source:
         examples = sha256(fitted.image, fitted.label)
-    public = _public_images(config, fitted)
+    public = _public_images(config, fitted, public)
     if public is not None and (count := dataset.num_shared(public, fitted.image)):
         line = f"{count} of {len(public)} images of --public_set={config.public_set} "
         line += f"are examples of --dataset={config.dataset}, too"
@@ -216,22 +216,20 @@ def _places(found: Sequence[str], wanted: Sequence[str], public_set: str) -> lis
     return [found.index(name) for name in wanted]
 
 
-def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray | None:
-    """The train images of `--public_set`, checked against those of the data set."""
+def _public_images(
+    config: schema.Config, source: dataset.Dataset, in_memory: Any
+) -> np.ndarray | None:
+    """The train images of `--public_set`, checked against those of the data set.
+
+    `in_memory` is what was given in Python, or None.
+    """
     if config.public_set == "none":
         return None
-    if config.public_set.removesuffix("_5k") == config.dataset.removesuffix("_5k"):
-        raise ValueError(
-            f"--public_set={config.public_set} holds images of the clients' own "
-            f"--dataset={config.dataset}; take another, or set a fraction aside with "
-            "--proxy_fraction"
-        )
-    given = {"name": config.public_set, "data_dir": config.data_dir}
-    has_layout = config.public_set.startswith(own_files.WITH_LAYOUT)
-    given["layout"] = config.layout if has_layout else "auto"
-    if config.public_set.startswith(own_files.WITH_COLUMNS):
-        given |= {"label": config.label, "owner": config.owner}
-    public = loaders.load(**given, flag="public_set")
+    if in_memory is not None:
+        names = config.label, config.owner
+        public = doors.unlabelled(in_memory, *names, layout=config.layout)
+    else:
+        public = _named_public(config)
     public = dataset.fitted(public, config.image_size, config.image_channels)
     image = public.image[: public.num_train]
     if source.columns is not None and public.columns is not None:
@@ -243,3 +241,21 @@ def _public_images(config: schema.Config, source: dataset.Dataset) -> np.ndarray
             f"{source.image.dtype} of {list(source.image.shape[1:])}; they must agree"
         )
     return image
+
+
+def _named_public(config: schema.Config) -> dataset.Dataset:
+    """The data set that `--public_set` names; ValueError if it is the clients' own."""
+    own = config.dataset.removesuffix("_5k")
+    is_named = config.public_set != own_files.ARRAYS  # or its name tells nothing
+    if is_named and config.public_set.removesuffix("_5k") == own:
+        raise ValueError(
+            f"--public_set={config.public_set} holds images of the clients' own "
+            f"--dataset={config.dataset}; take another, or set a fraction aside with "
+            "--proxy_fraction"
+        )
+    given = {"name": config.public_set, "data_dir": config.data_dir}
+    has_layout = config.public_set.startswith(own_files.WITH_LAYOUT)
+    given["layout"] = config.layout if has_layout else "auto"
+    if config.public_set.startswith(own_files.WITH_COLUMNS):
+        given |= {"label": config.label, "owner": config.owner}
+    return loaders.load(**given, flag="public_set")

@@ -286,7 +286,8 @@ class Data:
     )
     public_set: str | None = _image_option(
         None,
-        "data set of unlabelled train images that all clients share, or none",
+        "data set whose train images without labels all clients share, or the server "
+        "alone has (feddf), or none; in Python also an array of them",
         excludes={"proxy_fraction": options.ON},
         off="none",
     )

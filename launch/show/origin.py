@@ -80,7 +80,8 @@ def command(run: record.Record) -> str:
     data set decide. A run with objects of Python is loaded from its folder instead.
     """
     given = ["algo"] * (run.flags["algo"] not in algorithms.ALGORITHMS)
-    given += ["dataset"] * (run.flags["dataset"] == own_files.ARRAYS)
+    data = "dataset", "public_set"
+    given += [name for name in data if run.flags.get(name) == own_files.ARRAYS]
     if given := [*given, *custom.objects_in(run.flags)]:
         more = ", ".join(f"{name}=..." for name in given)
         return f"build.load({str(run.path)!r}, {more}).run()  # in Python"

@@ -324,7 +324,8 @@ class Asked:
         Two functions of the same text may hold other values. Data and an algorithm's
         file have hashes of their own.
         """
-        but = {"dataset", "test", "val", *(["algo"] if base in self._files else [])}
+        but = {"dataset", "public_set", "test", "val"}
+        but |= {"algo"} if base in self._files else set()
         others = {name: one for name, one in options.items() if name not in but}
         return run.computed_sha256 * trials.is_of_python(trials.as_json(others))
 

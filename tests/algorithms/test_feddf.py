@@ -4,11 +4,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
 
 from algorithms import feddf
 from fedjax_pfl import rng, shapes
 from launch import build
+from launch.folder import record
+from launch.show import origin
 from tests.algorithms import plain
 
 FLOATS = {"client_lr": 0.1, "client_lr_decay": 0.5, "distill_lr": 0.02}
@@ -110,6 +113,35 @@ def test_labels_of_public_images_are_not_used(problem, compiled, start):
 def test_public_images_are_needed(problem):
     with pytest.raises(ValueError, match=r"feddf has no public images; .*--proxy_fr"):
         feddf.make(feddf.HParams(), problem.task_of(num_proxy=0))
+
+
+def test_public_images_in_memory(tmp_path):
+    """An array of examples, or a frame by its columns; given again, or refused."""
+    gen = np.random.default_rng(0)
+    x, others = (gen.normal(size=(n, 4)).astype(np.float32) for n in (60, 20))
+    frame = pd.DataFrame(x, columns=list("abcd")).assign(y=np.arange(60) % 3)
+    given = {"algo": "feddf", "preset": "none", "rounds": 1, "distill_steps": 2}
+    given |= {"model": "mlp", "num_clients": 3}
+    folder = tmp_path / "run"
+    data = {"dataset": (x, frame["y"].to_numpy())}
+    made = build.experiment(**given, **data, public_set=others, workdir=folder)
+    made.run(progress=False)
+    np.testing.assert_array_equal(np.asarray(made.data.image)[60:80], others)
+    mixed = pd.DataFrame(others[:, ::-1], columns=list("dcba"))
+    table = build.experiment(**given, dataset=frame, label="y", public_set=mixed)
+    np.testing.assert_array_equal(np.asarray(table.data.image)[60:80], others)
+    again = build.load(folder, **data, public_set=others)
+    assert again.round == 1 and again.task.num_proxy == 20
+    with pytest.raises(ValueError, match="=arrays were in memory; give public_set="):
+        build.load(folder, **data)
+    with pytest.raises(ValueError, match="data_sha256"):
+        build.load(folder, **data, public_set=others + 1)
+    with pytest.raises(ValueError, match=r"images of shape \[3\], .* they must agree"):
+        build.experiment(**given, **data, public_set=others[:, :3])
+    with pytest.raises(ValueError, match="^public_set: .* got a int"):
+        build.experiment(**given, **data, public_set=3)
+    line = origin.command(record.read(folder))
+    assert line.endswith("dataset=..., public_set=...).run()  # in Python")
 
 
 def test_images_of_another_set(unequal, tmp_path):
