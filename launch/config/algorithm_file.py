@@ -69,11 +69,15 @@ def opened(algo: str | os.PathLike) -> tuple[Any, str]:
 
 
 def digest(algo: str | os.PathLike) -> str:
-    """A hash of an opened file and of the modules beside it that it imported."""
-    path = _parts(algo)[0].resolve()
-    every = _KEPT[path].digests.items()
+    """A hash of an opened file and of the modules beside it that it imported.
+
+    Of several algorithms in a file each has its own.
+    """
+    path, name = _parts(algo)
+    every = _KEPT[path := path.resolve()].digests.items()
     parts = sorted((os.path.relpath(one, path.parent), of) for one, of in every)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    of_file = parts if name is None else [name, *parts]
+    return hashlib.sha256(repr(of_file).encode()).hexdigest()
 
 
 def _parts(algo: str | os.PathLike) -> tuple[pathlib.Path, str | None]:

@@ -95,7 +95,8 @@ def metric(name: str, runs: Sequence[Record]) -> words.Metric:
     if name in ("gain", "bottom_decile"):
         return base._replace(name=name, title=TITLES[name])
     scale, unit = (100, "%") if name == "hurt" else (1, "")
-    return words.Metric(name, base.kind, TITLES[name], "lower", scale, unit, digits=1)
+    made = words.Metric(name, base.kind, TITLES[name], "lower", scale, unit, digits=1)
+    return made._replace(significant=3) if name == "until_mb" else made
 
 
 def unusual(name: str) -> str:

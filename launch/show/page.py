@@ -219,8 +219,7 @@ def _columns(entries: Entries, metric: words.Metric, base: Entry) -> Columns:
         if last := _last(entries, metric):
             out.append(("in the last round", last))
     means = [[e.summary["metrics"][n]["mean"] for n in _BYTES] for e in entries]
-    every = [sum(one) / 1e6 for one in means]
-    shown = [f"{one:,.1f}" if one >= 1 or not one else f"{one:.3g}" for one in every]
+    shown = [words.megabytes(sum(one)) for one in means]
     return [*out, ("MB total", [Cell(one) for one in shown])]
 
 

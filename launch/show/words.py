@@ -1,5 +1,6 @@
 """Titles and units of metrics, and tables of them as text."""
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ class Metric(NamedTuple):
         scale, unit: The factor and sign of percent, (1, "") = a number; of bytes the
             factor of megabytes.
         digits, form: Decimals in tables, and the format of a value in pictures.
+        significant: The digits that values below 1 have at least.
     """
 
     name: str
@@ -35,10 +37,19 @@ class Metric(NamedTuple):
     unit: str = ""
     digits: int = 3
     form: str = ".3g"
+    significant: int = 0
+
+    def decimals(self, value: float) -> int:
+        """Those of a value in tables."""
+        size = abs(self.scale * value)
+        if not self.significant or not 0 < size < 1:
+            return self.digits
+        least = self.significant - 1 - math.floor(math.log10(size))
+        return max(self.digits, least)
 
     def text(self, entry: Mapping[str, Any]) -> str:
         """A value of a summary, and what it covers unless it is defined everywhere."""
-        text = mean_and_std(entry, self.scale, self.digits)
+        text = mean_and_std(entry, self.scale, self.decimals(entry["mean"]))
         fewer = summaries.fewer(entry)
         return f"{text} ({fewer})" if fewer else text
 
@@ -48,7 +59,8 @@ _FORMS: dict[Kind, dict[str, Any]] = {
     Kind.PERPLEXITY: {"digits": 2, "form": ".2f"},
 }
 
-_MEGABYTES = {"scale": 1e-6, "digits": 1, "form": ",.1f"}
+# Messages of representations or answers are a few kilobytes.
+_MEGABYTES = {"scale": 1e-6, "digits": 1, "form": ",.1f", "significant": 3}
 _OWN_FORMS: dict[str, dict[str, Any]] = {
     "bytes_up": _MEGABYTES,
     "bytes_down": _MEGABYTES,
@@ -387,7 +399,15 @@ def chosen(parts: Sequence[Mapping[str, Any]], choose_by: str = "") -> str:
     is_known = np.array(whole) & np.isfinite(means)
     best = int(np.argmin(np.where(is_known, sign * np.array(means), np.inf)))
     value = f"{how.scale * means[best]:.{max(how.digits, 2)}f}"
-    return f"best by validation rows: {labels[best]} ({how.title} {value})"
+    num_equal = int((np.array(means)[is_known] == means[best]).sum())
+    equal = f", the first of {num_equal} that are equal" if num_equal > 1 else ""
+    return f"best by validation rows: {labels[best]} ({how.title} {value}{equal})"
+
+
+def megabytes(size: float) -> str:
+    """A number of bytes in megabytes."""
+    how = metric("bytes_up")
+    return f"{how.scale * size:,.{how.decimals(size)}f}"
 
 
 def setup_megabytes(summary: Mapping[str, Any]) -> str:
@@ -396,7 +416,7 @@ def setup_megabytes(summary: Mapping[str, Any]) -> str:
     They are in no other number of bytes.
     """
     size = summary.get("setup_bytes_down", 0)
-    return f"{size / 1e6:,.1f}" if size else ""
+    return megabytes(size) if size else ""
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
@@ -431,11 +451,11 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     whole = "" if summary["summary"] == "last" else "  (all rounds)"
     for name in ("bytes_up", "bytes_down"):
         if name in summary["metrics"]:
-            value = summary["metrics"][name]["mean"] / 1e6
-            lines.append(f"{'MB ' + name[6:]:<18} {value:,.1f}{whole}")
-    if megabytes := setup_megabytes(summary):
+            value = megabytes(summary["metrics"][name]["mean"])
+            lines.append(f"{'MB ' + name[6:]:<18} {value}{whole}")
+    if first := setup_megabytes(summary):
         what = "the proxy set, which every client gets once and the line above lacks"
-        lines.append(f"{'MB at first':<18} {megabytes}  ({what})")
+        lines.append(f"{'MB at first':<18} {first}  ({what})")
     if "clock" in summary["metrics"]:
         value = summary["metrics"]["clock"]["mean"]
         lines.append(f"{'simulated seconds':<18} {value:,.1f}{whole}")

@@ -376,6 +376,31 @@ def test_a_row_of_a_file_in_an_opened_study(tmp_path):
     assert alone.round == 3
 
 
+def test_two_algorithms_of_one_file(tmp_path):
+    """Each row is what its class computes, and no copy of the other's run."""
+    path = tmp_path / "two.py"
+    path.write_text(
+        "import fedjax_pfl as fp\n"
+        "from fedjax_pfl import averaging\n"
+        "class Plain:\n"
+        "    HParams, step = averaging.Averaging, None\n"
+        "    @classmethod\n"
+        "    def make(cls, hparams, task):\n"
+        "        loss = fp.cross_entropy_loss(task.model)\n"
+        "        fn = lambda c, server: fp.train(hparams, loss, server, c)\n"
+        "        return averaging.make(hparams, task, fn, step=cls.step)\n"
+        "class Frozen(Plain):\n"
+        "    step = staticmethod(lambda server, mean, key: server)\n"
+    )
+    rows = {name: {"algo": f"{path}:{name}"} for name in ("Plain", "Frozen")}
+    given = {"seeds": 1, "tune": {}, "control": ""}
+    study = made(tmp_path / "study", rows, **given).run(progress=False)
+    for row in rows:
+        assert study.load(row).config.algo == row
+    one, other = (study.load(row).metrics[-1]["global_loss"] for row in rows)
+    assert one != other
+
+
 def test_runs_of_one_process_share_their_examples():
     """On the devices, as long as one of them is there."""
     compared = build.compare(["local", "fedavg"], run=False, **OPTIONS)

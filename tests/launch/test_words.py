@@ -134,12 +134,12 @@ def test_a_proxy_set_is_in_no_other_bytes():
     entry = {"mean": 1e5, "std": 0.0, "per_seed": [1e5]}
     summary = {"metrics": {"bytes_down": entry}, "setup_bytes_down": 1_758_400}
     lines = words._lines(summary | {"summary": "last"})
-    assert [one[:22] for one in lines] == [
-        "MB down            0.1",
+    assert [one[:24].strip() for one in lines] == [
+        "MB down            0.100",
         "MB at first        1.8",
     ]
     best = words._lines(summary | {"summary": "best_validation", "summary_of": ""})
-    assert best[0] == "MB down            0.1  (all rounds)"
+    assert best[0] == "MB down            0.100  (all rounds)"
 
 
 def test_the_best_point_has_the_lowest_perplexity():
@@ -150,6 +150,19 @@ def test_the_best_point_has_the_lowest_perplexity():
     ]
     line = words.chosen(parts)
     assert line.startswith("best by validation rows: a=7.0 (")
+    assert "equal" not in line
+    again = {"metrics": parts[1]["metrics"], "point": {"a": 6.0}}
+    assert words.chosen([*parts, again]).endswith(", the first of 2 that are equal)")
+
+
+def test_megabytes_of_small_messages():
+    """A few kilobytes have digits, too; nothing at all is 0.0."""
+    known = {0: "0.0", 1291: "0.00129", 31_200: "0.0312", 5e5: "0.500", 1e6: "1.0"}
+    assert {size: words.megabytes(size) for size in known} == known
+    assert words.megabytes(1_234_567_890) == "1,234.6"
+    entry = {"mean": 1291.0, "std": 12.0, "per_seed": [1, 2]}
+    assert words.metric("bytes_up").text(entry) == "0.00129 ± 0.00001"
+    assert words.metric("client_loss").text({"mean": 1e-5, "per_seed": [1]}) == "0.000"
 
 
 def test_a_frame_has_the_numbers_of_its_heads():
