@@ -324,7 +324,8 @@ def experiment(**given: Any) -> Experiment:
     * `model`, `client_model`: a flax linen or nnx module, a class or function that
       makes an nnx module of `rngs`, a pair of functions `(init, apply)`, a list of
       these (its stages, for methods that treat layers differently), or a function of
-      `width` that returns any of them, see `models.own.chain`;
+      `width` that returns any of them, see `models.own.chain`; `client_model` also a
+      dict of such models by name, for clients of several architectures;
     * `split`: names of submodules of the one module `model`, such as `("head",)`, at
       which a new stage begins;
     * `client_optimizer`, `server_optimizer`: an `optax.GradientTransformation`, or a

@@ -7,10 +7,11 @@ hold what these names mean, and a hash of their code.
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from data import own_files
+from data import files, own_files
 from fedjax_pfl import measures as measures_lib
 from fedjax_pfl import optimizer
 from launch.config import registry, schema, sweep
@@ -127,11 +128,15 @@ def own_sha256(given: Mapping[str, Any], every: Mapping[str, optimizer.Custom]) 
     from models import own  # imports nnx, which takes long
 
     split = {"model": given.get("split", ())}
-    texts = {
-        name: own.fingerprint(given[name], split.get(name, ()))
-        for name in ("model", "client_model")
-        if name in custom
-    }
+    texts: dict[str, Any] = {}
+    for name in ("model", "client_model"):
+        if name not in custom:
+            continue
+        if isinstance(given[name], Mapping):
+            pairs = given[name].items()
+            texts[name] = [(str(key), own.fingerprint(one)) for key, one in pairs]
+        else:
+            texts[name] = own.fingerprint(given[name], split.get(name, ()))
     if "algo" in custom:
         texts["algo"] = own.source(getattr(given["algo"], "make", given["algo"]))
     if "eval_metrics" in custom:
@@ -180,7 +185,10 @@ def named(
         given["public_set"] = own_files.ARRAYS
     for flag in ("model", "client_model"):
         modules = given.get(flag, "")
-        if not isinstance(modules, str):
+        if flag == "client_model" and isinstance(modules, Mapping):
+            own_models |= (every := _by_name(modules))
+            given[flag] = ",".join(every)
+        elif not isinstance(modules, str):
             from models import own  # imports nnx, which takes long
 
             made = own.chain(modules)
@@ -192,6 +200,29 @@ def named(
             own_models.setdefault(name, make)
             given[flag] = name
     return given, in_memory, public, own_models
+
+
+def _by_name(several: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Makes the models of `client_model={name: module}` by their names in records.
+
+    Raises ValueError, in one line, for no model, and for names that are not of letters,
+    digits and _.
+    """
+    from models import own  # imports nnx, which takes long
+
+    if not several:
+        raise ValueError("client_model: the dict has no model")
+    out = {}
+    for name, module in several.items():
+        if not re.fullmatch(r"\w{1,56}", str(name)):
+            raise ValueError(
+                f"client_model: {name!r} is no name of a model; take letters, digits "
+                "and _"
+            )
+        with files.named(f"client_model: {name}"):
+            own.chain(module)
+        out[f"own_{name}"] = functools.partial(own.chain, module, ())
+    return out
 
 
 def objects_in(recorded: Mapping[str, Any]) -> dict[str, str]:

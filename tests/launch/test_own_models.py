@@ -511,6 +511,55 @@ def test_a_module_is_asked_again(name, value, part, monkeypatch):
         made(algo="fedavg", model=Global())
 
 
+class Small(nn.Module):
+    """A layer, wider with `more`."""
+
+    more: int = 0
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(2)(nn.relu(nn.Dense(4 + self.more)(x)))
+
+
+def test_clients_with_own_models_of_several_forms(tmp_path):
+    """A dict names them, in the order of clients; each is as if all had it."""
+    own = {"small": Small(), "net": Net}
+    given = {"algo": "local", "num_seeds": 2, "optimizer_state": "persist"}
+    mixed = made(**given, client_model=own, workdir=tmp_path / "run")
+    mixed.run(progress=False)
+    assert mixed.config.client_model == "own_small,own_net"
+    assert mixed.metrics[-1]["clients_in_client_accuracy_own_net"] == 2
+    for number, model in enumerate(own.values()):
+        alone = made(**given, model=model)
+        alone.run(progress=False)
+        for client in (number, number + 2):
+            for seed in (0, 1):
+                pair = (e.client_model(client, seed).variables for e in (mixed, alone))
+                chex.assert_trees_all_close(*pair, rtol=1e-5, atol=1e-6)
+    again = build.load(tmp_path / "run", dataset=data(), client_model=own)
+    assert again.round == 2
+    for other, line in (
+        ({}, "own_small,own_net was a custom module; give client_model="),
+        ({"client_model": own | {"small": Small(1)}}, "computes something else"),
+        ({"client_model": dict(reversed(own.items()))}, "not own_net,own_small"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            build.load(tmp_path / "run", dataset=data(), **other)
+
+
+@pytest.mark.parametrize(
+    ("several", "line"),
+    [
+        ({}, "client_model: the dict has no model"),
+        ({"a b": Small()}, "client_model: 'a b' is no name of a model"),
+        ({"a": 3}, "client_model: a: model: expected .* got a int"),
+    ],
+)
+def test_dicts_that_are_no_models(several, line):
+    with pytest.raises(ValueError, match=line):
+        made(algo="local", client_model=several)
+
+
 def test_a_comparison_takes_split():
     """All its runs have the stages."""
     rules = {"preset": "none", "rounds": 1, "dataset": data(), "run": False}
