@@ -149,7 +149,7 @@ def test_images_of_another_set(unequal, tmp_path):
     given = {"dataset": unequal, "algo": "feddf", "preset": "none", "rounds": 1}
     given |= {"num_clients": 4, "distill_steps": 3, "model": "mlp"}
     x = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 1), dtype=np.uint8)
-    np.savez(tmp_path / "others.npz", x=x, y=np.zeros(30, int))
+    np.savez(tmp_path / "others.npz", x=x)
     public = f"npz:{tmp_path / 'others.npz'}"
     made = build.experiment(**given, public_set=public)
     made.run(progress=False)
