@@ -314,7 +314,7 @@ def _shared(
         rows = [name for name in out if option in out[name]]
         if rows and all(option in runs[name] for name in rows):
             notes.append(
-                f"{option}={options[option]} has no effect, as all have theirs"
+                f"{option}={_text(options[option])} has no effect, as all have theirs"
             )
     return out, notes + _meanings(runs, out)
 
@@ -332,7 +332,7 @@ def _of_other_methods(
     notes = []
     for option, rows in makes.items():
         others = [name for name in out if option in out[name]]
-        line = f"{option}={options[option]} makes " + ", ".join(
+        line = f"{option}={_text(options[option])} makes " + ", ".join(
             f"{name} the method {method}" for name, method in rows.items()
         )
         if not others:
@@ -366,9 +366,15 @@ def _withheld(
         for name in rows:
             del out[name][option]
         needed = ", ".join(f"{name} has no {needed}" for name, needed in rows.items())
-        line = f"{option}={options[option]} has no effect where {needed}"
+        line = f"{option}={_text(options[option])} has no effect where {needed}"
         notes.append(f"{line}, {_only(others)}")
     return notes
+
+
+def _text(value: Any) -> str:
+    """An option's value in a line, of arrays and other objects what they are."""
+    is_plain = isinstance(value, (str, int, float))
+    return str(value) if is_plain else limits.shown(value)
 
 
 def _only(rows: Sequence[str]) -> str:
@@ -380,7 +386,7 @@ def _only(rows: Sequence[str]) -> str:
 def _without_effect(
     algo: Any, shared: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """(option, the one that it needs) of shared options that a row would refuse.
+    """(option, what it needs) of shared options that a row would refuse.
 
     `values` are those of the row's options that are known, by its method's rules too.
     """
@@ -393,6 +399,9 @@ def _without_effect(
         unmet = options_lib.unmet(field, now)
         if unmet and options_lib.is_on(field, value):
             out += [(option, needed) for needed, _ in unmet]
+    takes_public = not registry.is_ours(algo) or registry.algorithm(algo).public_images
+    if "public_set" in shared and not takes_public:
+        out.append(("public_set", "use of public images"))
     return sorted(out)
 
 

@@ -144,6 +144,21 @@ def test_public_images_in_memory(tmp_path):
     assert line.endswith("dataset=..., public_set=...).run()  # in Python")
 
 
+def test_a_comparison_gives_them_to_who_learns_from_them():
+    """A line says who does not, and shows no numbers."""
+    gen = np.random.default_rng(0)
+    x, others = (gen.normal(size=(n, 4)).astype(np.float32) for n in (60, 20))
+    given = {"dataset": (x, np.arange(60) % 3), "num_clients": 3, "model": "mlp"}
+    given |= {"preset": "none", "rounds": 1, "public_set": others, "run": False}
+    found = build.compare(["local", "fedmd", "feddf"], **given)
+    assert [one.task.num_proxy for one in found.values()] == [0, 20, 20]
+    (line,) = [one for one in found.notes if one.startswith("public_set=")]
+    assert "=<ndarray [20, 4]> has no effect where local has no use of pub" in line
+    assert line.endswith("so that only fedmd, feddf get it")
+    with pytest.raises(ValueError, match="which --algo=local does not use"):
+        build.compare(["local", "fedavg"], **given)
+
+
 def test_images_of_another_set(unequal, tmp_path):
     """Their own labels play no part, and no client is sent them."""
     given = {"dataset": unequal, "algo": "feddf", "preset": "none", "rounds": 1}
