@@ -120,7 +120,7 @@ def _without_effect(
                 reasons["eval_metrics"] = f"{why} and {left}"
         if not isinstance(hparams, levels.Levels):
             reasons["bucketed"] = f"with --algo={config.algo}, which has no submodels"
-    if config.partition.startswith(file.PREFIX):
+    if (config.partition or "").startswith(file.PREFIX):
         if not (config.val_split or config.unseen_clients or config.client_speed):
             reasons["partition_seed"] = "with a --partition of a file, which draws none"
     if (config.eval_sample or 0) >= (config.num_clients or 0) > 0:

@@ -286,8 +286,8 @@ class Data:
     )
     public_set: str | None = _image_option(
         None,
-        "data set whose train images without labels all clients share, or the server "
-        "alone has (feddf), or none; in Python also an array of them",
+        "data set whose train images, without labels, all clients share (or, by the "
+        "algorithm, the server alone has), or none; in Python also an array of them",
         excludes={"proxy_fraction": options.ON},
         off="none",
     )

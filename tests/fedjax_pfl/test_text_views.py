@@ -129,7 +129,8 @@ def test_perplexities_by_hand(num_exits):
     scoring = evaluate.Scoring(2, 2, has_train=True, score=words_of)
     given = state, None, data, scoring, types.Execution(1)
     counts = counted.both(algorithm, *given)
-    found, of_client = words_of.metrics(counts, np.array([3, 1, 0]), 5)
+    found, of_clients = words_of.metrics(counts, np.array([3, 1, 0]), 5)
+    of_client = of_clients["perplexity"]
     _, _, chosen = map(np.asarray, of_test(data, np.arange(9)))
 
     def surprise(z):
@@ -217,6 +218,6 @@ def test_the_worst_tenth_of_perplexities_is_rounded_down():
     own = surprise[:, None] * [3, 0, 1, 0] + [0, 3, 0, 1]
     counts = {"own": own, "known": np.ones(29, bool)}
     found, of_client = scores.Words().metrics(counts, np.ones(29, int), 29)
-    np.testing.assert_allclose(of_client, np.exp(surprise))
+    np.testing.assert_allclose(of_client["perplexity"], np.exp(surprise))
     worst = found["worst_decile_perplexity"]
     assert worst == pytest.approx(np.exp(surprise[-2:]).mean())

@@ -415,7 +415,7 @@ def test_what_is_no_algorithm(algo):
         build.experiment(algo=algo)
 
 
-@pytest.mark.parametrize("algo", ["fedavg", "majority", "local", "fedict"])
+@pytest.mark.parametrize("algo", ["fedavg", "majority", "fedper", "fedict"])
 def test_several_architectures_where_all_have_one(blobs, algo, monkeypatch):
     """Refused, also by an algorithm that does not read the clients' model."""
     monkeypatch.setitem(models.MODELS, "narrow", toy_model.narrow)
