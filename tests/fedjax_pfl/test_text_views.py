@@ -180,14 +180,16 @@ def test_perplexities_by_hand(num_exits):
     alone |= {"worst_decile_masked_perplexity": max(own)}
     alone |= {"client_masked_perplexity_std": np.std(own), "clients_evaluated": 2}
     given, chosen_alone = (np.array([3, 1, 0]), 5), scores.Words("chosen")
-    found, of_client = chosen_alone.metrics(counts, *given)
+    found, of_clients = chosen_alone.metrics(counts, *given)
+    of_client = of_clients["perplexity"]
     assert found.keys() == alone.keys()
     for name, value in alone.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(of_client, [*own, np.nan], rtol=1e-5)
     # A client without a chosen position has no masked perplexity.
     counts["own"] = counts["own"] * np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1]])
-    found, of_client = chosen_alone.metrics(counts, *given)
+    found, of_clients = chosen_alone.metrics(counts, *given)
+    of_client = of_clients["perplexity"]
     np.testing.assert_allclose(of_client, [own[0], np.nan, np.nan], rtol=1e-5)
     assert found["client_masked_perplexity"] == pytest.approx(own[0], rel=1e-5)
     assert found["clients_evaluated"] == 1
