@@ -92,11 +92,16 @@ def unlabelled(
 ) -> dataset.Dataset:
     """The data set of `public_set=`, of whose rows nobody reads labels and owners.
 
-    It is an array x of examples, or one of the objects that `opened` takes as train
-    rows. Other arguments and errors are those of `joined`.
+    It is an array x of examples, also with others behind it, or one of the objects that
+    `opened` takes as train rows. Other arguments and errors are those of `joined`.
     """
-    x = foreign.plain(given)
-    if getattr(x, "shape", ()) and foreign.as_columns(given) is None:
+    if isinstance(given, Mapping) and {*given} == {"train"}:
+        given = given["train"]
+    is_tuple = isinstance(given, (tuple, list)) and len(given) in (1, 2, 3)
+    x = foreign.plain(given[0] if is_tuple else given)
+    if getattr(x, "shape", ()) and foreign.as_columns(x) is None:
+        if not len(x):
+            raise ValueError("public_set: there is no example")
         given = x, np.zeros(len(x), int)
     rows = _rows(given, "public_set", label, owner)
     how = {"where": "public_set", "layout": layout, "least_classes": 1}

@@ -23,7 +23,7 @@ _TAKEN = (
     r"(accuracy|loss|perplexity|masked_perplexity)(_std|_pooled)?|class\d+_accuracy"
     # Values of single clients are kept under a measure's name, beside these.
     r"|(every|fine_tuned)_\w+|rounds?|seeds?|client|owner|unseen|best_round|test_size"
-    r"|class_counts|class_names|owner_names"
+    r"|class_counts|class_names|owner_names|algo|file|allow_pickle"
 )
 
 
@@ -224,7 +224,7 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
     line, if it has no name, or that of another metric.
     """
     is_name = isinstance(name, str) and name.isidentifier() and name.islower()
-    if not is_name or name in NAMES or re.fullmatch(_TAKEN, name):
+    if not is_name or name in NAMES or is_taken(name):
         taken = " (it is that of another)" if is_name else ""
         raise ValueError(
             f"eval_metrics: {name or fn!r} is not a name for a metric{taken}; give "
@@ -241,6 +241,11 @@ def custom(name: Any, fn: Callable[..., tuple[jax.Array, jax.Array]]) -> Measure
         return jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)
 
     return Measure(name, sums, finish, given=fn)
+
+
+def is_taken(name: str) -> bool:
+    """Whether a function of this name would be confused with what every run has."""
+    return re.fullmatch(_TAKEN, name) is not None
 
 
 def of_user(measures: Sequence[Measure]) -> list[Measure]:

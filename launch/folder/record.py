@@ -8,7 +8,7 @@ import numpy as np
 
 import algorithms
 from data import files, npz
-from fedjax_pfl import checkpoint, metric_kinds
+from fedjax_pfl import checkpoint, measures, metric_kinds
 from launch.config import flagfile, registry, schema, sweep
 from launch.folder import finished
 from launch.run import summaries
@@ -44,7 +44,7 @@ def by_point(run: Record) -> list[Record]:
         flags = run.flags | {"sweep": ""} | values
         one = run._replace(flags=flags, records=sweep.of_point(run.records, point))
         if run.clients:
-            names = *_arrays(run), finished.BEST_ROUND
+            names = *_arrays(run), *_measures(run), finished.BEST_ROUND
             names = [name for name in names if name in run.clients]
             mine = {name: run.clients[name][:, index] for name in names}
             one = one._replace(clients=run.clients | mine)
@@ -158,8 +158,12 @@ def _clients(run: Record) -> dict[str, np.ndarray]:
 
 
 def _measures(run: Record) -> list[str]:
-    """The names of the further metrics of a run."""
-    return [one for one in run.flags.get("eval_metrics", "").split(",") if one]
+    """The names of the further metrics of a run, as arrays of clients have them.
+
+    Earlier versions kept none, and had custom ones with names that are taken now.
+    """
+    every = run.flags.get("eval_metrics", "").split(",")
+    return [one for one in every if one and not measures.is_taken(one)]
 
 
 def kinds(runs: Sequence[Record]) -> dict[str, metric_kinds.Kind]:

@@ -130,6 +130,9 @@ def test_public_images_in_memory(tmp_path):
     mixed = pd.DataFrame(others[:, ::-1], columns=list("dcba"))
     table = build.experiment(**given, dataset=frame, label="y", public_set=mixed)
     np.testing.assert_array_equal(np.asarray(table.data.image)[60:80], others)
+    for same in ((others, None), {"train": others}, [others, np.full(20, np.nan)]):
+        found = build.experiment(**given, **data, public_set=same)
+        assert found.data_sha256 == made.data_sha256
     again = build.load(folder, **data, public_set=others)
     assert again.round == 1 and again.task.num_proxy == 20
     with pytest.raises(ValueError, match="=arrays were in memory; give public_set="):
@@ -138,6 +141,8 @@ def test_public_images_in_memory(tmp_path):
         build.load(folder, **data, public_set=others + 1)
     with pytest.raises(ValueError, match=r"images of shape \[3\], .* they must agree"):
         build.experiment(**given, **data, public_set=others[:, :3])
+    with pytest.raises(ValueError, match="^public_set: there is no example"):
+        build.experiment(**given, **data, public_set=others[:0])
     with pytest.raises(ValueError, match="^public_set: .* got a int"):
         build.experiment(**given, **data, public_set=3)
     line = origin.command(record.read(folder))

@@ -205,9 +205,25 @@ def test_tables_test_them(tmp_path):
     assert table.columns[0].values[1].mark and not table.columns[1].values[1].mark
 
 
+def test_single_clients_of_the_points_of_a_sweep(tmp_path):
+    """Each point has its own, and one point is tested as a run without a sweep."""
+    given = {"eval_metrics": "macro_f1", "num_seeds": 2, "summary": "mean_last10"}
+    given |= {"rounds": 12, "algo": "fedavg"}
+    swept = made(**given, sweep={"client_lr": [0.1, 0.5]}, workdir=tmp_path)
+    swept.run(progress=False)
+    frame = swept.client_metrics()
+    for run in record.by_point(record.read(tmp_path)):
+        mine = frame[frame["client_lr"] == run.point["client_lr"]]
+        expected = mine.groupby(["seed", "client"])["macro_f1"].mean()
+        found = record.client_values(run, "client_macro_f1")
+        np.testing.assert_allclose(found.ravel(), expected)
+        mean = run.summary["metrics"]["client_macro_f1"]["mean"]
+        assert found.mean() == pytest.approx(mean)
+
+
 def test_names_that_single_clients_have(tmp_path):
     """Those of other columns and of a sweep's numbers."""
-    for name in ("unseen", "rounds", "fine_tuned_f1"):
+    for name in ("unseen", "rounds", "fine_tuned_f1", "file", "allow_pickle", "algo"):
         with pytest.raises(ValueError, match=f"{name}.* is not a name for a metric"):
             made(eval_metrics={name: margin})
     for name in ("lr", "client_lr"):
