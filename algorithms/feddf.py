@@ -80,12 +80,7 @@ def drawn(
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """FedDF as pure functions; raises ValueError if nothing is public."""
-    if not task.num_proxy:
-        raise ValueError(
-            "feddf has no public images; name a data set of the same image shape "
-            f"{list(task.example_shape)} (--public_set), set a part of this one "
-            "aside (--proxy_fraction=0.1), or add proxy_row to a partition's file"
-        )
+    proxy.check_public("feddf", task)
     model, supervised = task.model, fp.cross_entropy_loss(task.model)
 
     def client_update(client: fp.Client, shared: tuple[fp.Variables, jax.Array]):

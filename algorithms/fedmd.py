@@ -96,12 +96,7 @@ def consensus_weights(cohort: fp.Cohort, participations: jax.Array) -> jax.Array
 
 def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
     """Makes FedMD, a group per architecture; raises ValueError if nothing is public."""
-    if not task.num_proxy:
-        raise ValueError(
-            "fedmd has no public images; name a data set of the same image shape "
-            f"{list(task.example_shape)} (--public_set), set a part of this one "
-            "aside (--proxy_fraction=0.1), or add proxy_row to a partition's file"
-        )
+    proxy.check_public("fedmd", task)
     num_public = min(hparams.public_examples, task.num_proxy)
     members = [task.members(group) for group in range(len(task.client_models))]
 
@@ -168,9 +163,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return here.after(rows), here.metrics(trained), {"answers": 1, "consensus": 1}
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        ids = members if len(members) > 1 else [None]
-        groups = zip(task.client_models, state.clients, ids, strict=True)
-        return tuple(fp.Serving.each(m, x["own"], client_id=i) for m, x, i in groups)
+        return fp.Serving.by_architecture(task, [rows["own"] for rows in state.clients])
 
     size = num_public * task.num_classes * traffic.FLOAT_BYTES
     is_larger = hparams.public_examples > task.num_proxy

@@ -141,9 +141,7 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
         given = {"shared": state.server, "build": build}
-        ids = members if len(members) > 1 else [None]
-        groups = zip(served, state.clients, ids, strict=True)
-        return tuple(fp.Serving.each(m, x, client_id=i, **given) for m, x, i in groups)
+        return fp.Serving.by_architecture(task, state.clients, served, **given)
 
     def adapt(client: fp.Client, start: fp.Variables, server: prototypes.Prototypes):
         """A round's epochs of the client's own model."""

@@ -64,10 +64,8 @@ def make(hparams: HParams, task: fp.Task) -> fp.Algorithm:
         return {"global": (server_model, state.server)}
 
     def serving(state: fp.RoundState, cohort: fp.Cohort, data: fp.Data):
-        if not is_mixed:
-            return (fp.Serving.each(models[0], state.clients),)
-        groups = zip(models, state.clients, members, strict=True)
-        return tuple(fp.Serving.each(m, own, client_id=i) for m, own, i in groups)
+        own = state.clients if is_mixed else [state.clients]
+        return fp.Serving.by_architecture(task, own)
 
     of_server = dataclasses.fields(proxy.ServerTraining)
     reasons = {field.name: "without a proxy set" for field in of_server}

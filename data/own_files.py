@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -38,6 +39,11 @@ _KERAS = {"x": "x_train", "y": "y_train"}
 _MEDMNIST = {"x": "train_images", "y": "train_labels"}
 _MEDMNIST |= {f"x_{part}": f"{part}_images" for part in ("test", "val")}
 _MEDMNIST |= {f"y_{part}": f"{part}_labels" for part in ("test", "val")}
+
+
+def in_memory(options: Mapping[str, str]) -> list[str]:
+    """The recorded options whose data were given in Python."""
+    return [n for n in ("dataset", "public_set") if options.get(n) == ARRAYS]
 
 
 def load_npz(

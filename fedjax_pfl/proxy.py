@@ -22,6 +22,16 @@ from fedjax_pfl import (
 )
 
 
+def check_public(algo: str, task: types.Task) -> None:
+    """Raises ValueError if there are no public images, which `algo` needs."""
+    if not task.num_proxy:
+        raise ValueError(
+            f"{algo} has no public images; name a data set of the same image shape "
+            f"{list(task.example_shape)} (--public_set), set a part of this one "
+            "aside (--proxy_fraction=0.1), or add proxy_row to a partition's file"
+        )
+
+
 def batches(data: types.Data, batch_size: int) -> jax.Array:
     """The proxy rows in fixed batches, int32[num_batches, B], -1 = padding."""
     rows = data.partition.proxy

@@ -18,7 +18,7 @@ same length, in which a stage without any has an empty dict.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -685,6 +685,20 @@ class Serving:
         ids = jnp.arange(count) if client_id is None else jnp.asarray(client_id)
         mask = jnp.ones(count, bool) if mask is None else mask
         return cls(own, shared, ids, mask, model, build, client_id is None)
+
+    @classmethod
+    def by_architecture(
+        cls, task: Task, own: Sequence[Any], models: Sequence[Model] = (), **given: Any
+    ) -> tuple[Serving, ...]:
+        """`each` of every architecture, of which `own` has the rows.
+
+        `models` serve, () = the clients' architectures. `given` are arguments of `each`
+        but for `client_id`.
+        """
+        models = models or task.client_models
+        members = [None] if len(models) == 1 else map(task.members, range(len(models)))
+        groups = zip(models, own, members, strict=True)
+        return tuple(cls.each(m, x, client_id=i, **given) for m, x, i in groups)
 
     @classmethod
     def one(cls, model: Model, variables: Variables, mask: jax.Array) -> Serving:

@@ -215,8 +215,7 @@ class RunFlags:
 
     def is_of_command(self, now: RunFlags) -> bool:
         """Whether a command with these options continues the run where `now` cannot."""
-        data = (self.options.get(name) for name in ("dataset", "public_set"))
-        if "own_sha256" in self.hashes or own_files.ARRAYS in data:
+        if "own_sha256" in self.hashes or own_files.in_memory(self.options):
             return False  # what Python gave is in no option
         return not HASHED.keys() >= set(self.changed(now))
 

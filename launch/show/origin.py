@@ -80,8 +80,7 @@ def command(run: record.Record) -> str:
     data set decide. A run with objects of Python is loaded from its folder instead.
     """
     given = ["algo"] * (run.flags["algo"] not in algorithms.ALGORITHMS)
-    data = "dataset", "public_set"
-    given += [name for name in data if run.flags.get(name) == own_files.ARRAYS]
+    given += own_files.in_memory(run.flags)
     if given := [*given, *custom.objects_in(run.flags)]:
         more = ", ".join(f"{name}=..." for name in given)
         return f"build.load({str(run.path)!r}, {more}).run()  # in Python"
